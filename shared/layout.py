@@ -1,0 +1,56 @@
+"""What a page of KV is: its shape, its bytes, and the digest by which two instances know that they agree."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+KvDtype = Literal["float32", "bfloat16"]
+
+ITEM_BYTES: dict[KvDtype, int] = {"float32": 4, "bfloat16": 2}
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of one shard's KV pages, HND inside a page: `[k/v][head][token][dim]`, K first.
+
+    A region of `num_pages` pages is `[layer][page][k/v][head][token][dim]`, C-contiguous, so that one page of one
+    layer is one contiguous run of `page_bytes`, and so is one head range of K or of V in it.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    """Tokens in a page."""
+    dtype: KvDtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of one layer, K and V."""
+        return 2 * self.num_kv_heads * self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers, K and V."""
+        return self.num_layers * self.page_bytes // self.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens; 0 for 0."""
+        return -(-tokens // self.page_size)
+
+    def layer_stride(self, num_pages: int) -> int:
+        """Bytes from a page of one layer to the same page of the next, in a region of `num_pages` pages."""
+        return num_pages * self.page_bytes
+
+    def region_bytes(self, num_pages: int) -> int:
+        return self.num_layers * self.layer_stride(num_pages)
+
+    def offset(self, layer: int, page: int, num_pages: int) -> int:
+        """Byte offset of a page of a layer in a region of `num_pages` pages."""
+        return layer * self.layer_stride(num_pages) + page * self.page_bytes
+
+    def digest(self) -> int:
+        """64 bits that are equal exactly where the layouts are; carried in every tail context."""
+        return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest(), "big")

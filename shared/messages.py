@@ -1,0 +1,224 @@
+"""The structs that travel between services over NATS, msgpack-encoded. Nothing else travels; nothing executable does.
+
+Time travels as a *budget*, the seconds that are left, never as a clock reading: hosts' clocks differ.
+Every message to an instance names the incarnation that it is for. An `attempt` is minted by the router (32 hex digits of
+`secrets.token_hex(16)`) and is never taken from a client.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.layout import KvLayout
+
+Role = Literal["prefill", "decode"]
+State = Literal["ready", "draining", "left"]
+FinishReason = Literal["stop", "length"]
+
+PROTOCOL = 1
+"""Version of these structs. A different one in an `Announce` is never paired."""
+
+
+class InstanceRef(msgspec.Struct, frozen=True):
+    """Which start of which instance."""
+
+    name: str
+    incarnation: int
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What both sides of a pair must have in common. `digest` covers configuration, weights and tokenizer."""
+
+    name: str
+    digest: str
+    vocab_size: int
+    max_positions: int
+
+
+class FabricEndpoint(msgspec.Struct, frozen=True):
+    """Where an instance's fabric listens. `address` is opaque: only `shared.transfer` reads it."""
+
+    provider: str
+    address: bytes
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance says of itself in every heartbeat; pairing predicts the time to first token from it."""
+
+    free_pages: int
+    total_pages: int
+    running: int = 0
+    """Requests in the running batch (decode), or in the current chunk (prefill)."""
+    waiting: int = 0
+    """Requests admitted and not running: queued (prefill) or waiting for KV (decode)."""
+    queued_prefill_tokens: int = 0
+    """Prompt tokens still to be computed, the current chunk's included (prefill)."""
+    prefill_tokens_per_s: float | None = None
+    """Measured, smoothed (prefill). None until something was measured."""
+    step_s: float | None = None
+    """Measured decode step, smoothed, seconds (decode). None until something was measured."""
+
+
+class Announce(msgspec.Struct, frozen=True, kw_only=True):
+    """A heartbeat, published on `subjects.ANNOUNCE` every `heartbeat_s` and at every change of state."""
+
+    role: Role
+    instance: InstanceRef
+    state: State
+    model: ModelIdentity
+    layout: KvLayout
+    fabric: FabricEndpoint
+    max_batch: int
+    """Most requests that run at once (decode) or wait in the queue (prefill)."""
+    load: Load
+    http: str
+    """Base URL of this instance's own /health, /ready and /metrics."""
+    protocol: int = PROTOCOL
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a row's next token is drawn. `temperature` 0 is greedy. `seed` is always set (minted where the client gave
+    none): the draw for position p is a pure function of (seed, p), so that it depends on no batch mate and survives a
+    retry. `top_k` None: no limit."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int = 0
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Router → decoder, request/reply (`Accepted` | `RefusedReply`): run this attempt.
+
+    `prefiller` is None exactly where the prompt has one token: there is nothing to prefill.
+    `stop_token_ids` end the output with reason "stop" and are not part of it; empty where `ignore_eos`.
+    """
+
+    attempt: str
+    router: InstanceRef
+    decoder: InstanceRef
+    prefiller: Announce | None
+    tokens: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: list[int]
+    budget_s: float
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    attempt: str
+
+
+class RefusedReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Not taken, nothing reserved. `retryable`: another instance, or this one later, may take it."""
+
+    attempt: str
+    code: Literal["busy", "draining", "stale_incarnation", "mismatch", "invalid", "duplicate", "unavailable"]
+    reason: str
+    retryable: bool
+
+
+class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Router → decoder: the client left, or a stop string was found. Idempotent; unknown attempts are counted."""
+
+    attempt: str
+    decoder: InstanceRef
+    reason: str
+
+
+class TailSlot(msgspec.Struct, frozen=True):
+    """Where the tail context goes: byte offset in the decoder's tail region, and its descriptor."""
+
+    region: bytes
+    offset: int
+
+
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decoder → prefiller, request/reply (`Accepted` | `RefusedReply`): compute tokens[:-1] and write their KV.
+
+    The decoder has reserved `pages` and armed `immediate` before it sends this. Page i of the prompt goes to `pages[i]`,
+    once for each layer, each write carrying `immediate`; then the tail, with the same immediate.
+    """
+
+    attempt: str
+    prefiller: InstanceRef
+    decoder: InstanceRef
+    fabric: FabricEndpoint
+    layout: KvLayout
+    num_pages: int
+    """Pages in the decoder's region: with the layout it gives the region's strides."""
+    region: bytes
+    """Descriptor of the decoder's KV region."""
+    pages: list[int]
+    immediate: int
+    tail: TailSlot
+    tokens: list[int]
+    budget_s: float
+
+
+class CancelPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decoder → prefiller. Always answered, in every state and for unknown attempts, by `Drained` once no write of the
+    attempt can land any more."""
+
+    attempt: str
+    prefiller: InstanceRef
+    decoder: InstanceRef
+    reason: str
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prefiller → decoder: no write of this attempt is outstanding, and none will be posted. `error` None: it answers a
+    cancel. Otherwise the prefill failed, for this reason."""
+
+    attempt: str
+    decoder: InstanceRef
+    prefiller: InstanceRef
+    error: str | None = None
+    retryable: bool = True
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time to first token went, seconds, seen from the decoder; sent with the first tokens."""
+
+    admitted_to_ready_s: float
+    first_step_s: float
+    transferred_bytes: int
+
+
+class Emit(msgspec.Struct, frozen=True, kw_only=True):
+    """What one attempt has new. `index` is how many tokens of it were emitted before these: the router drops what it has
+    and fails the attempt on a gap. `finish` ends it well, `error` ends it badly."""
+
+    attempt: str
+    index: int
+    tokens: list[int] = []
+    finish: FinishReason | None = None
+    error: str | None = None
+    retryable: bool = True
+    timing: Timing | None = None
+
+
+class EmitBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decoder → router, one a router a step."""
+
+    decoder: InstanceRef
+    router: InstanceRef
+    emits: list[Emit]
+
+
+class StreamStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decoder → router, every second while it has attempts of that router: attempt → tokens emitted so far, in order
+    with the `EmitBatch`es. An attempt that is missing here, or a count ahead of what the router received, was lost."""
+
+    decoder: InstanceRef
+    router: InstanceRef
+    emitted: dict[str, int]
+
+
+ToDecoder = Generate | CancelGenerate | Drained
+ToPrefiller = Prefill | CancelPrefill
+ToRouter = EmitBatch | StreamStatus
+Reply = Accepted | RefusedReply
