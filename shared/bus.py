@@ -1,0 +1,202 @@
+"""The message bus: msgspec structs over NATS, with trace context in the headers. The one boundary where NATS's exceptions
+become `BusError`.
+
+Delivery is at most once and in order from one publisher to one subscriber; whoever needs more counts (see
+`messages.Emit.index`). While the broker is away `publish` and `request` fail at once instead of buffering: a buffered
+message could arrive after its deadline, or be lost without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from opentelemetry.context import Context
+
+from shared.errors import BusError
+from shared.telemetry import traces
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+CONNECT_TIMEOUT_S = 10.0
+"""How long the first connection may take; later ones are tried for ever."""
+
+
+class Message(Generic[T]):
+    """One message: its body and where it came from."""
+
+    __slots__ = ("_raw", "body")
+
+    def __init__(self, body: T, raw: Msg) -> None:
+        self.body = body
+        self._raw = raw
+
+    @property
+    def context(self) -> Context:
+        """The sender's trace context; a fresh root where there is none."""
+        return traces.extract(self._raw.headers)
+
+    async def reply(self, answer: msgspec.Struct) -> None:
+        """Answers a request. Raises `BusError` while the broker is away."""
+        await _mapped(self._raw.respond(_encode(answer)), f"reply to {self._raw.subject}")
+
+
+Handler = Callable[[Message[T]], Awaitable[None]]
+
+
+class Bus:
+    """A connection to the broker that comes back by itself. Used from one event loop."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+        self._reconnect_callbacks: list[Callable[[], None]] = []
+        self.malformed = 0
+        """Messages dropped because they did not decode."""
+        self.failed = 0
+        """Messages whose handler raised; logged with their traceback."""
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, url: str, *, token: str = "", name: str = "kvmesh") -> AsyncIterator[Bus]:
+        """Raises `BusError`, naming the URL, when the broker is not there within `CONNECT_TIMEOUT_S`."""
+        client = Client()
+        bus = cls(client)
+        options: dict[str, Any] = {
+            "name": name,
+            "token": token or None,
+            "reconnect_time_wait": 0.1,
+            "max_reconnect_attempts": -1,
+            "ping_interval": 1,
+            "max_outstanding_pings": 2,
+            "pending_size": 0,
+            "error_cb": bus._on_error,
+            "disconnected_cb": bus._on_disconnect,
+            "reconnected_cb": bus._on_reconnect,
+        }
+        await _connect(client, url, options)
+        try:
+            yield bus
+        finally:
+            await asyncio.shield(_close(client))
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._client.is_connected)
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Called in the event loop each time the broker is back."""
+        self._reconnect_callbacks.append(callback)
+
+    async def publish(self, subject: str, body: msgspec.Struct, *, context: Context | None = None) -> None:
+        """Hands the message to the broker's connection. Raises `BusError` while the broker is away."""
+        headers = traces.inject(context) or None
+        await _mapped(self._client.publish(subject, _encode(body), headers=headers), f"publish on {subject}")
+
+    async def request(
+        self,
+        subject: str,
+        body: msgspec.Struct,
+        reply: type[T] | Any,
+        *,
+        timeout_s: float,
+        context: Context | None = None,
+    ) -> T:
+        """The answer, decoded as `reply`. Raises `BusError`: nobody listens, no answer in time, or one that is malformed."""
+        headers = traces.inject(context) or None
+        what = f"request on {subject}"
+        message = await _mapped(self._client.request(subject, _encode(body), timeout=timeout_s, headers=headers), what)
+        try:
+            answer: T = self._decoder(reply).decode(message.data)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise BusError(f"{what}: malformed answer: {error}") from None
+        return answer
+
+    async def subscribe(self, subject: str, kind: type[T] | Any, handler: Handler[T]) -> Subscription:
+        """`handler` is awaited for one message after another; a long one must hand over to a task. What does not decode as
+        `kind` is counted and dropped; an exception is logged and the next message handled."""
+        decoder = self._decoder(kind)
+
+        async def deliver(raw: Msg) -> None:
+            try:
+                body = decoder.decode(raw.data)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                self.malformed += 1
+                log.warning("dropped a malformed message on %s: %s", subject, error)
+                return
+            try:
+                await handler(Message(body, raw))
+            except Exception:  # the outermost frame of a delivery: one bad message must not end the subscription
+                self.failed += 1
+                log.exception("the handler of %s failed", subject)
+
+        return await _mapped(self._client.subscribe(subject, cb=deliver), f"subscribe to {subject}")
+
+    async def flush(self, timeout_s: float = 2.0) -> None:
+        """Until the broker has seen everything published so far."""
+        await _mapped(self._client.flush(timeout=timeout_s), "flush")  # type: ignore[arg-type]
+
+    def _decoder(self, kind: Any) -> msgspec.msgpack.Decoder[Any]:
+        if kind not in self._decoders:
+            self._decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return self._decoders[kind]
+
+    async def _on_error(self, error: Exception) -> None:
+        log.warning("broker: %s", error or type(error).__name__)
+
+    async def _on_disconnect(self) -> None:
+        log.warning("the broker is away")
+
+    async def _on_reconnect(self) -> None:
+        log.info("the broker is back")
+        for callback in self._reconnect_callbacks:
+            callback()
+
+
+async def _connect(client: Client, url: str, options: dict[str, Any]) -> None:
+    """nats-py tries for ever when `max_reconnect_attempts` is -1, the first time too; so the wait has its own deadline."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await client.connect(url, **options)
+    except TimeoutError:
+        await _close(client)
+        raise BusError(f"no broker at {url} within {CONNECT_TIMEOUT_S:g} s") from None
+    except (OSError, nats.errors.Error) as error:
+        await _close(client)
+        raise BusError(f"no broker at {url}: {error}") from None
+
+
+async def _close(client: Client) -> None:
+    """Sends what is buffered where that is quick, then closes."""
+    try:
+        async with asyncio.timeout(1.0):
+            if client.is_connected:
+                await client.flush(timeout=1)
+    except (TimeoutError, OSError, nats.errors.Error):
+        log.info("closed without a last flush")
+    await client.close()
+
+
+async def _mapped(call: Awaitable[T], what: str) -> T:
+    try:
+        return await call
+    except nats.errors.NoRespondersError:
+        raise BusError(f"{what}: nobody listens") from None
+    except (TimeoutError, nats.errors.TimeoutError):
+        raise BusError(f"{what}: no answer in time") from None
+    except nats.errors.OutboundBufferLimitError:
+        raise BusError(f"{what}: the broker is away") from None
+    except (OSError, nats.errors.Error) as error:
+        raise BusError(f"{what}: {error or type(error).__name__}") from None
