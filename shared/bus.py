@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from opentelemetry.context import Context
 
-from shared.errors import BusError
+from shared.errors import BusError, NobodyListens
 from shared.telemetry import traces
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ async def _mapped(call: Awaitable[T], what: str) -> T:
     try:
         return await call
     except nats.errors.NoRespondersError:
-        raise BusError(f"{what}: nobody listens") from None
+        raise NobodyListens(f"{what}: nobody listens") from None
     except (TimeoutError, nats.errors.TimeoutError):
         raise BusError(f"{what}: no answer in time") from None
     except nats.errors.OutboundBufferLimitError:

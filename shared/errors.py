@@ -17,6 +17,7 @@
     │   ├── TransferCancelled  cancelled by us, and drained
     │   └── TransferTimeout    not complete by its deadline
     ├── BusError               the broker cannot be reached, or refused
+    │   └── NobodyListens      the broker is there, the one addressed is not
     └── MeshError
         ├── StaleIncarnation   a message for an earlier start of an instance
         ├── PairMismatch       two instances that cannot work together: both values
@@ -90,11 +91,11 @@ class StepTimeout(EngineError):
 
 
 class StepFailed(EngineError):
-    """A step raised in the executor; the executor goes on."""
+    """A step raised in the executor; the executor goes on. `counter` is the layer counter after it."""
 
-    def __init__(self, step: int, detail: str) -> None:
+    def __init__(self, step: int, detail: str, counter: int = 0) -> None:
         super().__init__(f"step {step} failed: {detail}")
-        self.step, self.detail = step, detail
+        self.step, self.detail, self.counter = step, detail, counter
 
 
 class FabricError(KvmeshError):
@@ -134,6 +135,10 @@ class TransferTimeout(FabricError):
 
 class BusError(KvmeshError):
     """The broker cannot be reached, or refused what was asked."""
+
+
+class NobodyListens(BusError):
+    """No one has subscribed to the subject of a request: that start of the instance is gone (or not yet back)."""
 
 
 class MeshError(KvmeshError):

@@ -78,6 +78,10 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
 
 
+class Discover(msgspec.Struct, frozen=True, tag=True):
+    """Router → every instance, on `subjects.DISCOVER`: announce yourself now."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How a row's next token is drawn. `temperature` 0 is greedy. `seed` is always set (minted where the client gave
     none): the draw for position p is a pure function of (seed, p), so that it depends on no batch mate and survives a
@@ -160,8 +164,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Decoder → prefiller. Always answered, in every state and for unknown attempts, by `Drained` once no write of the
-    attempt can land any more."""
+    """Decoder → prefiller, request/reply (`Drained`). Answered in every state, and for unknown attempts, once no write of
+    the attempt can land any more."""
 
     attempt: str
     prefiller: InstanceRef
@@ -170,8 +174,8 @@ class CancelPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Prefiller → decoder: no write of this attempt is outstanding, and none will be posted. `error` None: it answers a
-    cancel. Otherwise the prefill failed, for this reason."""
+    """Prefiller → decoder: no write of this attempt is outstanding, and none will be posted. The answer to a cancel
+    (`error` None), or sent unasked when the prefill failed, for the reason in `error`."""
 
     attempt: str
     decoder: InstanceRef
@@ -210,8 +214,10 @@ class EmitBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StreamStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Decoder → router, every second while it has attempts of that router: attempt → tokens emitted so far, in order
-    with the `EmitBatch`es. An attempt that is missing here, or a count ahead of what the router received, was lost."""
+    """Decoder → router, request/reply (`Accepted` with an empty attempt), every second while it has attempts of that
+    router and for some seconds after: attempt → tokens emitted so far, in order with the `EmitBatch`es. An attempt that
+    is missing here, or a count ahead of what the router received, was lost. No listener: the router is gone, and its
+    attempts are cancelled."""
 
     decoder: InstanceRef
     router: InstanceRef

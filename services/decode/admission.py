@@ -1,0 +1,74 @@
+"""Whether a decoder takes a request: decided at once, before anything is reserved. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.layout import KvLayout
+from shared.messages import Announce, Generate, InstanceRef, ModelIdentity, RefusedReply
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The decoder at this moment. Admission counts free pages only: what runs, is reserved, in transit or quarantined is
+    not there to be given."""
+
+    me: InstanceRef
+    model: ModelIdentity
+    layout: KvLayout
+    total_pages: int
+    free_pages: int
+    waiting: int
+    max_waiting: int
+    draining: bool
+    starved: bool
+    """A preempted sequence waits for pages."""
+    attempts: frozenset[str] | dict[str, object]
+
+
+def pages_at_admission(layout: KvLayout, prompt_tokens: int) -> int:
+    """Pages for the prompt and the first growth: the first generated token always has a place."""
+    return layout.pages_for(prompt_tokens + 1)
+
+
+def refuse(generate: Generate, now: Capacity) -> RefusedReply | None:
+    """Why not, or None: take it."""
+
+    def no(code: str, reason: str, *, retryable: bool = True) -> RefusedReply:
+        return RefusedReply(attempt=generate.attempt, code=code, reason=reason, retryable=retryable)  # type: ignore[arg-type]
+
+    prompt = len(generate.tokens)
+    if generate.decoder != now.me:
+        return no("stale_incarnation", f"this is {now.me.name} {now.me.incarnation:016x}")
+    if generate.attempt in now.attempts:
+        return no("duplicate", "an attempt with this id is already here", retryable=False)
+    if not prompt or generate.max_tokens < 1:
+        return no("invalid", "the prompt is empty, or max_tokens is below 1", retryable=False)
+    if prompt >= now.model.max_positions:
+        return no(
+            "invalid", f"{prompt} prompt tokens; the model has {now.model.max_positions} positions", retryable=False
+        )
+    if any(not 0 <= token < now.model.vocab_size for token in generate.tokens):
+        return no("invalid", f"a token id is outside 0 to {now.model.vocab_size - 1}", retryable=False)
+    longest = now.layout.pages_for(min(prompt + generate.max_tokens, now.model.max_positions))
+    if longest > now.total_pages:
+        return no("invalid", f"prompt and output need {longest} pages; the pool has {now.total_pages}", retryable=False)
+    if (mismatch := _mismatch(generate.prefiller, prompt, now)) is not None:
+        return no("mismatch", mismatch)
+    if now.draining:
+        return no("draining", "this decoder is leaving")
+    if now.waiting >= now.max_waiting:
+        return no("busy", f"{now.waiting} admitted requests wait already")
+    if now.starved or pages_at_admission(now.layout, prompt) > now.free_pages:
+        return no("busy", f"{now.free_pages} of {now.total_pages} pages are free")
+    return None
+
+
+def _mismatch(prefiller: Announce | None, prompt: int, now: Capacity) -> str | None:
+    if prefiller is None:
+        return "no prefiller is named, and the prompt has more than one token" if prompt > 1 else None
+    if prefiller.layout != now.layout:
+        return f"layout differs: prefiller has {prefiller.layout}, decoder has {now.layout}"
+    if prefiller.model.digest != now.model.digest:
+        return f"model differs: prefiller has {prefiller.model.digest}, decoder has {now.model.digest}"
+    return None

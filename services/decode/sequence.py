@@ -1,0 +1,48 @@
+"""One attempt as the decoder knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.messages import FinishReason, Generate, InstanceRef, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` are the prompt and what was generated; the KV of the first `computed` of them is in the attempt's pages."""
+
+    attempt: str
+    router: InstanceRef
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    deadline: float
+    """On the event loop's clock."""
+    computed: int = 0
+    emitted: int = 0
+    preemptions: int = 0
+    cancelled: bool = False
+
+    @classmethod
+    def of(cls, generate: Generate, now: float) -> Sequence:
+        return cls(
+            attempt=generate.attempt,
+            router=generate.router,
+            tokens=list(generate.tokens),
+            prompt_tokens=len(generate.tokens),
+            sampling=generate.sampling,
+            max_tokens=generate.max_tokens,
+            stop_token_ids=frozenset(generate.stop_token_ids),
+            deadline=now + generate.budget_s,
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step made of one sequence: at most one new token, and whether it ended it. A stop token is not emitted."""
+
+    sequence: Sequence
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None

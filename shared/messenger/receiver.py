@@ -1,0 +1,161 @@
+"""The messenger's receiving half, in a decoder: one `Incoming` an attempt whose KV is on its way.
+
+    expect ──▶ arrived                     the counter reached its number, the tail is right: pages are `running`
+      └──────▶ reclaim ──▶ released        cancelled or failed: pages are `quarantined` until no write can land
+
+No page and no immediate is reused while a write to it can still land: `reclaim` releases them only when the prefiller said
+that its writes have drained, or after the connection with it was closed on this side (the fence).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Awaitable, Callable
+
+from shared.errors import BusError, NobodyListens, Refused
+from shared.kv import plan, tail
+from shared.kv.ledger import PagePool
+from shared.kv.slots import Slot, SlotPool
+from shared.layout import KvLayout
+from shared.messages import InstanceRef, TailSlot
+from shared.transfer.interface import Arrival, Fabric
+
+AskDrained = Callable[["Incoming", str], Awaitable[None]]
+"""Tells the prefiller that the attempt is cancelled (and why), and returns once it answered that its writes have drained."""
+
+_ASK_AGAIN_S = 0.1
+
+
+class Incoming:
+    """One attempt's KV on its way in. `settled` is set once no write of it can land any more."""
+
+    def __init__(self, attempt: str, prefiller: InstanceRef, slot: Slot, arrival: Arrival, expected: tail.Tail) -> None:
+        self.attempt = attempt
+        self.prefiller = prefiller
+        self.slot = slot
+        self.arrival = arrival
+        self.expected = expected
+        self.settled = asyncio.Event()
+
+
+class KvReceiver:
+    """Owns the tail region, the slots and the armed counters; pages are the pool's, the fabric its caller's."""
+
+    def __init__(
+        self, fabric: Fabric, layout: KvLayout, pool: PagePool, *, max_incoming: int, quarantine_s: float
+    ) -> None:
+        self._fabric = fabric
+        self._layout = layout
+        self._pool = pool
+        self._quarantine_s = quarantine_s
+        self._slots = SlotPool(max_incoming)
+        self._incoming: dict[str, Incoming] = {}
+        fd = os.memfd_create("kvmesh-tails-in")
+        try:
+            os.ftruncate(fd, self._slots.region_bytes)
+            self._tails = mmap.mmap(fd, self._slots.region_bytes)
+            self._region = fabric.register(fd, self._slots.region_bytes)
+        finally:
+            os.close(fd)
+
+    def expect(self, attempt: str, prefiller: InstanceRef, prompt_tokens: int) -> Incoming:
+        """Arms the attempt's counter; its pages are already reserved. Raises `Refused` when no slot is free.
+        Nothing may be sent to the prefiller before this."""
+        slot = self._slots.take()
+        if slot is None:
+            raise Refused(f"{self._slots.count} attempts already wait for their KV")
+        tokens = plan.prefill_tokens(prompt_tokens)
+        writes = plan.expected_writes(self._layout, prompt_tokens)
+        expected = tail.Tail(attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), writes)
+        self._tails[slot.tail_offset : slot.tail_offset + tail.SLOT_BYTES] = bytes(tail.SLOT_BYTES)
+        arrival = self._fabric.expect(slot.immediate, writes)
+        incoming = Incoming(attempt, prefiller, slot, arrival, expected)
+        self._incoming[attempt] = incoming
+        self._pool.mark(attempt, "in_transit", 0, self._layout.pages_for(tokens))
+        return incoming
+
+    def tail_slot(self, incoming: Incoming) -> TailSlot:
+        return TailSlot(self._region.descriptor, incoming.slot.tail_offset)
+
+    async def arrived(self, incoming: Incoming) -> None:
+        """Until all of the attempt's writes are here; then its pages are `running`. Raises `AttemptFailed` when the tail is
+        not this attempt's: the caller then calls `reclaim`, as it does on any other error."""
+        await incoming.arrival.wait()
+        offset = incoming.slot.tail_offset
+        with memoryview(self._tails) as view:
+            tail.check(bytes(view[offset : offset + tail.HEADER_BYTES]), incoming.expected)
+        self._pool.mark(incoming.attempt, "running")
+        self._forget(incoming)
+
+    def drained(self, attempt: str) -> Incoming | None:
+        """The prefiller says that no write of `attempt` can land any more. None where the attempt is not on its way."""
+        incoming = self._incoming.get(attempt)
+        if incoming is not None:
+            incoming.settled.set()
+        return incoming
+
+    def from_peer(self, incarnation: int) -> list[Incoming]:
+        """What is on its way from that prefiller."""
+        return [incoming for incoming in self._incoming.values() if incoming.prefiller.incarnation == incarnation]
+
+    async def reclaim(self, incoming: Incoming, reason: str, ask_drained: AskDrained) -> None:
+        """Quarantines the attempt's pages, tells the prefiller, and releases pages and slot once no write can land: the
+        prefiller answered, or it did not within `quarantine_s` and its connection was closed."""
+        self._pool.mark(incoming.attempt, "quarantined")
+        try:
+            async with asyncio.timeout(self._quarantine_s):
+                await self._confirmed(incoming, reason, ask_drained)
+        except (TimeoutError, NobodyListens):
+            await self.fence(incoming.prefiller.incarnation)
+        self._forget(incoming)
+        self._pool.release(incoming.attempt)
+
+    async def fence(self, incarnation: int) -> None:
+        """Closes the connection with a prefiller; afterwards no write of it can land, so all that came from it is settled."""
+        await self._fabric.fence(incarnation)
+        for incoming in self.from_peer(incarnation):
+            incoming.settled.set()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` where slots and attempts do not match."""
+        self._slots.check_integrity()
+        assert self._slots.count - self._slots.free == len(self._incoming), "a slot without an attempt"
+
+    def close(self) -> None:
+        for incoming in self._incoming.values():
+            incoming.arrival.close()
+        self._region.close()
+        self._tails.close()
+
+    async def _confirmed(self, incoming: Incoming, reason: str, ask_drained: AskDrained) -> None:
+        """Until the attempt is settled, by whichever comes first: the prefiller's answer, its own word, a fence."""
+        settled = asyncio.create_task(incoming.settled.wait())
+        asking = asyncio.create_task(_ask_until_answered(incoming, reason, ask_drained))
+        try:
+            done, _ = await asyncio.wait({settled, asking}, return_when=asyncio.FIRST_COMPLETED)
+            if settled not in done:
+                await asking
+        finally:
+            settled.cancel()
+            asking.cancel()
+            await asyncio.gather(settled, asking, return_exceptions=True)
+
+    def _forget(self, incoming: Incoming) -> None:
+        incoming.arrival.close()
+        del self._incoming[incoming.attempt]
+        self._slots.give_back(incoming.slot)
+
+
+async def _ask_until_answered(incoming: Incoming, reason: str, ask_drained: AskDrained) -> None:
+    """Raises `NobodyListens` when that start of the prefiller is gone; goes on while only the broker is away."""
+    while True:
+        try:
+            await ask_drained(incoming, reason)
+        except NobodyListens:
+            raise
+        except BusError:
+            await asyncio.sleep(_ASK_AGAIN_S)
+        else:
+            return

@@ -1,0 +1,173 @@
+"""The messenger's sending half, in a prefiller: one `Outgoing` an attempt.
+
+open ──arm(chunk)*──▶ finish ──▶ reported        every write completed at the decoder, the tail last posted
+  └──────────────────▶ drain                      on cancel or failure: nothing outstanding, nothing will be posted
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.errors import FabricError, MeshError
+from shared.kv import plan, tail
+from shared.kv.slots import Slot, SlotPool
+from shared.layout import KvLayout
+from shared.messages import Prefill
+from shared.transfer.interface import (
+    Fabric,
+    LayerWatcher,
+    MemoryRegion,
+    PagedWrite,
+    PageGeometry,
+    Peer,
+    Transfer,
+    TransferReport,
+)
+
+
+class Outgoing:
+    """One attempt's KV on its way out. `source_pages[i]` holds the same tokens as the decoder's `prefill.pages[i]`."""
+
+    def __init__(self, prefill: Prefill, peer: Peer, slot: Slot, geometry: PageGeometry) -> None:
+        self.prefill = prefill
+        self.peer = peer
+        self.slot = slot
+        self.geometry = geometry
+        self.transfers: list[Transfer] = []
+        self.writes = 0
+
+
+class ChunkPart(msgspec.Struct, frozen=True):
+    """What one chunk completes of one attempt: page positions `pages`, of the source pages `source_pages`."""
+
+    outgoing: Outgoing
+    source_pages: Sequence[int]
+    pages: range
+
+
+class SentReport(msgspec.Struct, frozen=True):
+    """All of an attempt's transfers: one a chunk, then the tail."""
+
+    chunks: list[TransferReport]
+    tail: TransferReport
+
+    @property
+    def bytes(self) -> int:
+        return sum(chunk.bytes for chunk in self.chunks) + self.tail.bytes
+
+
+class KvSender:
+    """Owns the watcher and the tails' staging memory; the fabric and the KV region are its caller's."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        region: MemoryRegion,
+        counter_fd: int,
+        layout: KvLayout,
+        num_pages: int,
+        *,
+        max_outgoing: int,
+        timeout_s: float,
+    ) -> None:
+        self._fabric = fabric
+        self._region = region
+        self._layout = layout
+        self._num_pages = num_pages
+        self._timeout_s = timeout_s
+        self._slots = SlotPool(max_outgoing)
+        fd = os.memfd_create("kvmesh-tails-out")
+        try:
+            os.ftruncate(fd, self._slots.region_bytes)
+            self._tails = mmap.mmap(fd, self._slots.region_bytes)
+            self._tail_region = fabric.register(fd, self._slots.region_bytes)
+        finally:
+            os.close(fd)
+        self._watcher: LayerWatcher = fabric.watch(counter_fd)
+
+    async def open(self, prefill: Prefill, *, timeout_s: float) -> Outgoing:
+        """Connects to the decoder. Raises `PeerUnreachable`, naming the address, or `MeshError` when too many are open."""
+        peer = await self._fabric.connect(prefill.fabric.address, timeout_s=timeout_s)
+        slot = self._slots.take()
+        if slot is None:
+            raise MeshError(f"more than {self._slots.count} attempts are being sent")
+        geometry = PageGeometry(
+            page_bytes=self._layout.page_bytes,
+            source_layer_stride=self._layout.layer_stride(self._num_pages),
+            target_layer_stride=self._layout.layer_stride(prefill.num_pages),
+            num_layers=self._layout.num_layers,
+        )
+        return Outgoing(prefill, peer, slot, geometry)
+
+    def arm(self, counter: int, parts: Sequence[ChunkPart]) -> None:
+        """Before a chunk's forward: layer l of every part is written when the layer counter passes `counter + l`."""
+        writes = [self._paged_write(part) for part in parts]
+        transfers = self._watcher.arm(counter, writes)
+        for part, transfer in zip(parts, transfers, strict=True):
+            part.outgoing.transfers.append(transfer)
+            part.outgoing.writes += len(part.pages) * self._layout.num_layers
+
+    def disarm(self) -> None:
+        """The chunk failed: nothing more of it is written."""
+        self._watcher.disarm()
+
+    async def finish(self, outgoing: Outgoing) -> SentReport:
+        """After the last chunk: writes the tail, and waits until everything has completed at the decoder. Raises what
+        `Transfer.wait` raises; call `drain` then."""
+        tail_transfer = self._write_tail(outgoing)
+        outgoing.transfers.append(tail_transfer)
+        reports = [await transfer.wait() for transfer in outgoing.transfers]
+        self._slots.give_back(outgoing.slot)
+        return SentReport(reports[:-1], reports[-1])
+
+    async def drain(self, outgoing: Outgoing) -> None:
+        """Cancels what is left. When it returns no write of this attempt is outstanding and none will be posted."""
+        for transfer in outgoing.transfers:
+            transfer.cancel()
+        for transfer in outgoing.transfers:
+            try:
+                await transfer.wait()
+            except FabricError:
+                continue  # how it ended does not matter: `wait` raises only once nothing is outstanding
+        self._slots.give_back(outgoing.slot)
+
+    def close(self) -> None:
+        self._watcher.close()
+        self._tail_region.close()
+        self._tails.close()
+
+    def _paged_write(self, part: ChunkPart) -> PagedWrite:
+        prefill = part.outgoing.prefill
+        return PagedWrite(
+            peer=part.outgoing.peer,
+            source=self._region,
+            source_pages=[part.source_pages[i] for i in part.pages],
+            target=prefill.region,
+            target_pages=[prefill.pages[i] for i in part.pages],
+            geometry=part.outgoing.geometry,
+            immediate=prefill.immediate,
+            timeout_s=self._timeout_s,
+        )
+
+    def _write_tail(self, outgoing: Outgoing) -> Transfer:
+        prefill, offset = outgoing.prefill, outgoing.slot.tail_offset
+        tokens = plan.prefill_tokens(len(prefill.tokens))
+        outgoing.writes += 1
+        packed = tail.Tail(
+            prefill.attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), outgoing.writes
+        ).pack()
+        self._tails[offset : offset + len(packed)] = packed
+        return self._fabric.write(
+            outgoing.peer,
+            self._tail_region,
+            offset,
+            prefill.tail.region,
+            prefill.tail.offset,
+            len(packed),
+            prefill.immediate,
+            timeout_s=self._timeout_s,
+        )

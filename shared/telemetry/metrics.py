@@ -1,0 +1,69 @@
+"""Prometheus metrics that several services have in common. Each process has one registry, made by its service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+LATENCY_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+)
+"""Seconds; from a transfer of one page to a prompt of a hundred thousand tokens."""
+
+
+class LedgerCollector(Collector):
+    """The page ledger, read when scraped: one gauge, a label a state. The states sum to `kvmesh_pool_pages`."""
+
+    def __init__(self, counts: Callable[[], Mapping[str, int]], page_tokens: int) -> None:
+        self._counts = counts
+        self._page_tokens = page_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        pages = GaugeMetricFamily("kvmesh_pages", "Pages of the KV pool by state", labels=["state"])
+        for state, count in counts.items():
+            pages.add_metric([state], count)
+        yield pages
+        yield GaugeMetricFamily("kvmesh_pool_pages", "Pages of the KV pool, all states", value=sum(counts.values()))
+        yield GaugeMetricFamily("kvmesh_page_tokens", "Tokens in a page", value=self._page_tokens)
+
+
+class ReadCollector(Collector):
+    """Gauges and counters that are read from elsewhere when scraped: name → (help, kind, read)."""
+
+    def __init__(
+        self,
+        gauges: Mapping[str, tuple[str, Callable[[], float]]],
+        counters: Mapping[str, tuple[str, Callable[[], float]]],
+    ):
+        self._gauges, self._counters = gauges, counters
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (text, read) in self._gauges.items():
+            yield GaugeMetricFamily(name, text, value=read())
+        for name, (text, read) in self._counters.items():
+            yield CounterMetricFamily(name, text, value=read())
+
+
+def new_registry(*collectors: Collector) -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    for collector in collectors:
+        registry.register(collector)
+    return registry
+
+
+class Smoothed:
+    """An exponentially weighted mean; None until something was measured. `weight` is that of the newest value."""
+
+    __slots__ = ("_weight", "value")
+
+    def __init__(self, weight: float = 0.2) -> None:
+        self._weight = weight
+        self.value: float | None = None
+
+    def add(self, measured: float) -> None:
+        self.value = measured if self.value is None else self.value + self._weight * (measured - self.value)
