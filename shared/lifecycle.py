@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import uvloop
 
@@ -59,7 +60,7 @@ def first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def fail(name: str, error: BaseException) -> None:
+def fail(name: str, error: BaseException) -> NoReturn:
     """One line on stderr, exit status 1."""
     print(f"kvmesh {name}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(1)

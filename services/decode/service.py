@@ -118,6 +118,9 @@ class DecodeService:
                 self._end_badly(attempt, AttemptFailed("decoder", "it is leaving"))
         await self._outbox.flush(self._now())
 
+    def close(self) -> None:
+        self.receiver.close()
+
     # ---- messages
 
     async def _on_message(self, message: Message[ToDecoder]) -> None:

@@ -103,6 +103,9 @@ class PrefillService:
             async with asyncio.timeout(CONNECT_S):
                 await self._idle.wait()
 
+    def close(self) -> None:
+        self.sender.close()
+
     # ---- messages
 
     async def _on_message(self, message: Message[ToPrefiller]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,7 +19,7 @@ LATENCY_BUCKETS = (
 class LedgerCollector(Collector):
     """The page ledger, read when scraped: one gauge, a label a state. The states sum to `kvmesh_pool_pages`."""
 
-    def __init__(self, counts: Callable[[], Mapping[str, int]], page_tokens: int) -> None:
+    def __init__(self, counts: Callable[[], Mapping[Any, int]], page_tokens: int) -> None:
         self._counts = counts
         self._page_tokens = page_tokens
 

@@ -1,0 +1,102 @@
+"""How a prefill or decode process lives: open everything, announce, serve until told to stop, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from typing import Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from shared.config import InstanceSettings
+from shared.errors import BusError
+from shared.instance import Announcer, Instance, open_instance
+from shared.messages import Load, Role
+from shared.telemetry import traces
+from shared.telemetry.metrics import LedgerCollector, new_registry
+from shared.web.health import Readiness, add_health
+from shared.web.server import listening
+
+
+class Service(Protocol):
+    """What a service brings: see `services.prefill.service` and `services.decode.service`."""
+
+    def load(self) -> Load: ...
+    def check_integrity(self) -> None: ...
+    async def run(self) -> None: ...
+    async def drain(self, grace_s: float) -> None: ...
+    def close(self) -> None: ...
+
+
+MakeService = Callable[[Instance, CollectorRegistry, asyncio.TaskGroup], Service]
+
+
+def threads_of(settings: InstanceSettings) -> int:
+    """The executor's threads: as set, or all cores this process may use."""
+    return settings.threads or len(os.sched_getaffinity(0))
+
+
+async def serve(role: Role, settings: InstanceSettings, stop: asyncio.Event, make: MakeService, max_batch: int) -> None:
+    """Until `stop`, then drains. Raises `KvmeshError`, in a group, where something it cannot live without fails."""
+    traces.configure(f"kvmesh-{role}", settings.name, settings.otlp_endpoint)
+    async with AsyncExitStack() as stack:
+        instance = await stack.enter_async_context(open_instance(role, settings, threads_of(settings)))
+        registry = new_registry(LedgerCollector(instance.pool.counts, instance.layout.page_size))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                service = make(instance, registry, tasks)
+                stack.callback(service.close)
+                app = app_with_health(service, registry)
+                url = await stack.enter_async_context(listening(app, settings.host, settings.port))
+                announcer = Announcer(instance, service.load, max_batch=max_batch, http=url)
+                stack.push_async_callback(_say_left, instance, announcer)
+                tasks.create_task(service.run())
+                tasks.create_task(announcer.run())
+                tasks.create_task(_watch_executor(instance))
+                print_ready(instance, url)
+                await stop.wait()
+                await announcer.change("draining")
+                await service.drain(settings.drain_s)
+                raise _Stopped
+        except* _Stopped:
+            pass
+
+
+class _Stopped(Exception):
+    """Ends the task group: what still runs has nothing left to do."""
+
+
+def app_with_health(service: Service, registry: CollectorRegistry) -> web.Application:
+    """/health, /ready, /metrics, and /integrity, which says 500 where the ledger does not balance."""
+
+    async def integrity(_: web.Request) -> web.Response:
+        try:
+            service.check_integrity()
+        except AssertionError as error:
+            return web.Response(status=500, text=f"{error}\n")
+        return web.Response(text="balanced\n")
+
+    app = web.Application()
+    add_health(app, Readiness, registry)
+    app.router.add_get("/integrity", integrity)
+    return app
+
+
+def print_ready(instance: Instance, url: str) -> None:
+    """One line on stdout: what whoever started this process waits for."""
+    fields = f"role={instance.role} name={instance.ref.name} incarnation={instance.ref.incarnation:016x}"
+    print(f"ready {fields} http={url} fabric={instance.fabric.provider}", flush=True)
+
+
+async def _watch_executor(instance: Instance) -> None:
+    """Raises `ExecutorDied` as soon as the executor is no more, also while nothing runs."""
+    await instance.executor.died()
+
+
+async def _say_left(instance: Instance, announcer: Announcer) -> None:
+    await announcer.change("left")
+    with suppress(BusError):
+        await instance.bus.flush(0.5)
