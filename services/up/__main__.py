@@ -1,0 +1,3 @@
+from services.up.main import main
+
+main()
