@@ -1,6 +1,49 @@
+# The commands a person types are the commands CI runs.
 VENV ?= .venv
 PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+export TORCH TORCH_INDEX
 
-.PHONY: build
-build:
-	@flock build.lock $(VENV)/bin/pip install -q --no-build-isolation --no-deps -e .
+NATIVE_SOURCES := $(shell find native -name '*.cpp' -o -name '*.h')
+STAMP := $(VENV)/kvmesh.stamp
+
+.PHONY: serve test check check-native bench env build format clean
+
+serve: env ## a whole mesh on this machine, with the default model (KVMESH_MODEL: another)
+	@$(BIN)/kvmesh up --restart yes
+
+test: env ## all tests
+	@$(PY) -m pytest -q
+
+check: env ## formatting, lint, types, layers, stubs
+	@$(BIN)/ruff format --check -q .
+	@$(BIN)/ruff check -q .
+	@$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(PY) -m mypy.stubtest shared.transfer._native shared.models._kernels
+
+check-native: env ## the native tests under AddressSanitizer and ThreadSanitizer
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh native/check.sh
+
+bench: env ## the benchmarks, one after another; tables on the screen, JSON in report/
+	@$(PY) -m loadtest.bench_fabric
+	@$(PY) -m loadtest.bench_engine
+	@$(PY) -m loadtest.bench_overlap
+
+format: env
+	@$(BIN)/ruff format -q .
+	@$(BIN)/ruff check -q --fix .
+	@$(BIN)/clang-format -i $(NATIVE_SOURCES)
+
+env: $(STAMP) ## the virtual environment and the build, made or brought up to date
+
+$(STAMP): pyproject.toml scripts/setup.sh $(NATIVE_SOURCES) native/CMakeLists.txt native/fabric/CMakeLists.txt native/kernels/CMakeLists.txt
+	@sh scripts/setup.sh $(VENV)
+	@touch $@
+
+build: ## only the native modules, into an environment that exists
+	@flock build.lock $(PY) -m pip install -q --no-build-isolation --no-deps -e .
+
+clean:
+	rm -rf build report .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,182 @@
+"""A fabric in one process, by hand: an implementation of `shared.transfer.interface` whose writes happen when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shared.errors import FabricError, PeerLost, PeerUnreachable, TransferCancelled
+from shared.transfer.interface import LayerTiming, PagedWrite, TransferReport
+
+
+@dataclass(eq=False)
+class FakePeer:
+    identity: int
+    fabric: FakeFabric
+
+
+@dataclass(eq=False)
+class FakeRegion:
+    memory: mmap.mmap
+    length: int
+    descriptor: bytes
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(eq=False)
+class FakeArrival:
+    left: int
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            self.done.set()
+
+    async def wait(self) -> None:
+        await self.done.wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeTransfer:
+    """`land()` does what is left of it; `cancel()` ends it."""
+
+    def __init__(self, writes: list[Callable[[], None]], size: int) -> None:
+        self.writes = writes
+        self._report = TransferReport(len(writes), size, [LayerTiming(1, 2)])
+        self.future: asyncio.Future[TransferReport] = asyncio.get_running_loop().create_future()
+        if not writes:
+            self.land()
+
+    def land(self) -> None:
+        while self.writes:
+            self.writes.pop(0)()
+        if not self.future.done():
+            self.future.set_result(self._report)
+
+    def cancel(self) -> None:
+        self.fail(TransferCancelled("cancelled"))
+
+    def fail(self, error: FabricError) -> None:
+        self.writes.clear()
+        if not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()
+
+    async def wait(self) -> TransferReport:
+        return await asyncio.shield(self.future)
+
+
+class FakeWatcher:
+    def __init__(self, fabric: FakeFabric) -> None:
+        self.fabric = fabric
+        self.plans: list[tuple[int, list[FakeTransfer]]] = []
+
+    def arm(self, first: int, writes: Sequence[PagedWrite]) -> list[FakeTransfer]:
+        transfers = [self.fabric.write_pages(write) for write in writes]
+        self.plans.append((first, transfers))
+        return transfers
+
+    def disarm(self) -> None:
+        for _, transfers in self.plans:
+            for transfer in transfers:
+                transfer.cancel()
+
+    def close(self) -> None:
+        pass
+
+
+class FakeFabric:
+    """All fabrics of one `network` reach one another by address."""
+
+    provider = "fake"
+
+    def __init__(self, identity: int, network: dict[bytes, FakeFabric]) -> None:
+        self.identity = identity
+        self.address = identity.to_bytes(8, "big")
+        self.network = network
+        self.network[self.address] = self
+        self.regions: dict[bytes, FakeRegion] = {}
+        self.arrivals: dict[int, FakeArrival] = {}
+        self.fenced: list[int] = []
+        self.transfers: list[FakeTransfer] = []
+        self.callbacks: list[Callable[[int, FabricError], None]] = []
+
+    def register(self, fd: int, length: int) -> FakeRegion:
+        descriptor = self.address + len(self.regions).to_bytes(4, "big")
+        region = FakeRegion(mmap.mmap(fd, length), length, descriptor)
+        self.regions[descriptor] = region
+        return region
+
+    def memory(self, length: int) -> FakeRegion:
+        fd = os.memfd_create("test")
+        os.ftruncate(fd, length)
+        region = self.register(fd, length)
+        os.close(fd)
+        return region
+
+    async def connect(self, address: bytes, *, timeout_s: float) -> FakePeer:
+        if address not in self.network:
+            raise PeerUnreachable(f"nobody at {address.hex()} within {timeout_s:g} s")
+        other = self.network[address]
+        return FakePeer(other.identity, other)
+
+    def expect(self, immediate: int, count: int) -> FakeArrival:
+        assert immediate not in self.arrivals or self.arrivals[immediate].closed, "the immediate is still armed"
+        self.arrivals[immediate] = FakeArrival(count)
+        if count == 0:
+            self.arrivals[immediate].done.set()
+        return self.arrivals[immediate]
+
+    def write(self, peer, source, source_offset, target, target_offset, length, immediate, *, timeout_s):
+        def land() -> None:
+            there = peer.fabric.regions[target].memory
+            there[target_offset : target_offset + length] = source.memory[source_offset : source_offset + length]
+            peer.fabric.arrivals[immediate].count()
+
+        return self._track(FakeTransfer([land], length))
+
+    def write_pages(self, write: PagedWrite) -> FakeTransfer:
+        geometry, peer = write.geometry, write.peer
+        writes = []
+        for layer in range(geometry.num_layers):
+            for source_page, target_page in zip(write.source_pages, write.target_pages, strict=True):
+                a = layer * geometry.source_layer_stride + source_page * geometry.page_bytes
+                b = layer * geometry.target_layer_stride + target_page * geometry.page_bytes
+
+                def land(a: int = a, b: int = b) -> None:
+                    there = peer.fabric.regions[write.target].memory
+                    there[b : b + geometry.page_bytes] = write.source.memory[a : a + geometry.page_bytes]
+                    peer.fabric.arrivals[write.immediate].count()
+
+                writes.append(land)
+        return self._track(FakeTransfer(writes, len(writes) * geometry.page_bytes))
+
+    def watch(self, counter_fd: int) -> FakeWatcher:
+        return FakeWatcher(self)
+
+    async def fence(self, identity: int) -> None:
+        self.fenced.append(identity)
+        for other in self.network.values():
+            if other.identity == identity:
+                for transfer in other.transfers:
+                    transfer.fail(PeerLost("fenced"))
+
+    def on_peer_lost(self, callback: Callable[[int, FabricError], None]) -> None:
+        self.callbacks.append(callback)
+
+    async def close(self) -> None:
+        pass
+
+    def _track(self, transfer: FakeTransfer) -> FakeTransfer:
+        self.transfers.append(transfer)
+        return transfer

@@ -1,0 +1,244 @@
+"""The messenger's two halves against each other, over a fabric whose writes happen when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.engine.counter import create_counter
+from shared.errors import AttemptFailed, BusError, NobodyListens, PeerUnreachable, Refused, TransferCancelled
+from shared.kv.ledger import PagePool
+from shared.layout import KvLayout
+from shared.messages import FabricEndpoint, InstanceRef, Prefill, TailSlot
+from shared.messenger.receiver import KvReceiver
+from shared.messenger.sender import ChunkPart, KvSender
+from tests.fake_fabric import FakeFabric
+
+LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, page_size=4, dtype="float32")
+ATTEMPT = "00" * 16
+OTHER = "11" * 16
+PAGES_HERE, PAGES_THERE = 6, 8
+PROMPT = 10
+"""Nine tokens to prefill: three pages, the last one part-filled."""
+
+
+class Pair:
+    """A prefiller and a decoder, without their services."""
+
+    def __init__(self, *, quarantine_s: float = 0.05, max_incoming: int = 4) -> None:
+        network: dict[bytes, FakeFabric] = {}
+        self.source, self.target = FakeFabric(1, network), FakeFabric(2, network)
+        self.prefiller, self.decoder = InstanceRef("prefill", 1), InstanceRef("decode", 2)
+        self.from_region = self.source.memory(LAYOUT.region_bytes(PAGES_HERE))
+        self.to_region = self.target.memory(LAYOUT.region_bytes(PAGES_THERE))
+        self.from_region.memory[:] = bytes(i * 7 % 251 for i in range(self.from_region.length))
+        self.sender = KvSender(
+            self.source, self.from_region, create_counter(), LAYOUT, PAGES_HERE, max_outgoing=2, timeout_s=5
+        )
+        self.pool = PagePool(PAGES_THERE)
+        self.receiver = KvReceiver(self.target, LAYOUT, self.pool, max_incoming=max_incoming, quarantine_s=quarantine_s)
+
+    def expect(self, attempt: str = ATTEMPT):
+        self.pool.reserve(attempt, LAYOUT.pages_for(PROMPT + 1))
+        return self.receiver.expect(attempt, self.prefiller, PROMPT)
+
+    def prefill(self, incoming, **changes) -> Prefill:
+        fields = {
+            "attempt": incoming.attempt,
+            "prefiller": self.prefiller,
+            "decoder": self.decoder,
+            "fabric": FabricEndpoint("fake", self.target.address),
+            "layout": LAYOUT,
+            "num_pages": PAGES_THERE,
+            "region": self.to_region.descriptor,
+            "pages": self.pool.pages(incoming.attempt)[:3],
+            "immediate": incoming.slot.immediate,
+            "tail": self.receiver.tail_slot(incoming),
+            "tokens": list(range(PROMPT)),
+            "budget_s": 5.0,
+        }
+        return Prefill(**{**fields, **changes})
+
+    async def send(self, prefill: Prefill, source_pages=(5, 0, 2)):
+        outgoing = await self.sender.open(prefill, timeout_s=1)
+        self.sender.arm(0, [ChunkPart(outgoing, source_pages, range(0, 2))])
+        self.sender.arm(3, [ChunkPart(outgoing, source_pages, range(2, 3))])
+        return outgoing
+
+    def land(self) -> None:
+        for transfer in self.source.transfers:
+            transfer.land()
+
+    def page(self, region, pages: int, layer: int, page: int) -> bytes:
+        at = LAYOUT.offset(layer, page, pages)
+        return region.memory[at : at + LAYOUT.page_bytes]
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        self.receiver.check_integrity()
+
+
+async def never_answers(incoming, reason) -> None:
+    await asyncio.Event().wait()
+
+
+async def answers(incoming, reason) -> None:
+    return
+
+
+async def test_every_page_of_every_layer_arrives_and_the_tail_is_checked():
+    pair = Pair()
+    incoming = pair.expect()
+    assert pair.pool.counts()["in_transit"] == 3
+    outgoing = await pair.send(pair.prefill(incoming))
+    finishing = asyncio.create_task(pair.sender.finish(outgoing))
+    arriving = asyncio.create_task(pair.receiver.arrived(incoming))
+    await asyncio.sleep(0)
+    pair.source.transfers[0].land()
+    await asyncio.sleep(0)
+    assert not arriving.done(), "pages and tail are still on their way"
+    pair.land()
+    report = await finishing
+    await arriving
+    for layer in range(3):
+        for source, target in zip((5, 0, 2), pair.pool.pages(ATTEMPT), strict=False):
+            assert pair.page(pair.from_region, PAGES_HERE, layer, source) == pair.page(
+                pair.to_region, PAGES_THERE, layer, target
+            )
+    assert report.bytes == 9 * LAYOUT.page_bytes + 48
+    assert pair.pool.counts()["running"] == 3
+    pair.pool.release(ATTEMPT)
+    pair.check()
+
+
+async def test_a_tail_of_another_attempt_is_refused_and_everything_is_reclaimed():
+    pair = Pair()
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming, attempt=OTHER))
+    finishing = asyncio.create_task(pair.sender.finish(outgoing))
+    await asyncio.sleep(0)
+    pair.land()
+    await finishing
+    with pytest.raises(AttemptFailed, match="attempt"):
+        await pair.receiver.arrived(incoming)
+    await pair.receiver.reclaim(incoming, "wrong tail", answers)
+    assert pair.pool.free == PAGES_THERE
+    pair.check()
+
+
+async def test_pages_are_quarantined_until_the_prefiller_says_drained():
+    pair = Pair(quarantine_s=60)
+    incoming = pair.expect()
+    answer = asyncio.Event()
+    asked = asyncio.Event()
+
+    async def ask(which, reason) -> None:
+        assert reason == "the client left"
+        asked.set()
+        await answer.wait()
+
+    reclaiming = asyncio.create_task(pair.receiver.reclaim(incoming, "the client left", ask))
+    await asked.wait()
+    assert pair.pool.counts()["quarantined"] == 3
+    assert pair.pool.reserve(OTHER, PAGES_THERE - 2) is None, "a quarantined page is not given to another"
+    pair.check()
+    answer.set()
+    await reclaiming
+    assert (pair.pool.free, pair.target.fenced) == (PAGES_THERE, [])
+    pair.check()
+
+
+async def test_a_silent_prefiller_is_fenced_before_its_pages_return():
+    pair = Pair()
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    before = bytes(pair.to_region.memory)
+    await pair.receiver.reclaim(incoming, "deadline", never_answers)
+    assert pair.target.fenced == [1]
+    assert pair.pool.free == PAGES_THERE
+    pair.land()
+    assert bytes(pair.to_region.memory) == before, "a late write landed after the fence"
+    await pair.sender.drain(outgoing)
+    pair.check()
+
+
+async def test_a_prefiller_that_is_gone_is_fenced_at_once():
+    pair = Pair(quarantine_s=60)
+
+    async def gone(incoming, reason) -> None:
+        raise NobodyListens("gone")
+
+    await pair.receiver.reclaim(pair.expect(), "x", gone)
+    assert (pair.target.fenced, pair.pool.free) == ([1], PAGES_THERE)
+    pair.check()
+
+
+async def test_while_the_broker_is_away_the_prefiller_is_asked_again():
+    pair = Pair(quarantine_s=60)
+    asked = 0
+
+    async def ask(incoming, reason) -> None:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise BusError("away")
+
+    await pair.receiver.reclaim(pair.expect(), "x", ask)
+    assert (asked, pair.target.fenced, pair.pool.free) == (3, [], PAGES_THERE)
+
+
+async def test_a_fence_settles_all_that_came_from_that_peer():
+    pair = Pair(quarantine_s=60)
+    first = pair.expect()
+    reclaiming = asyncio.create_task(pair.receiver.reclaim(first, "x", never_answers))
+    await asyncio.sleep(0)
+    await pair.receiver.fence(pair.prefiller.incarnation)
+    await reclaiming
+    assert pair.pool.free == PAGES_THERE
+    pair.check()
+
+
+async def test_slots_are_bounded():
+    pair = Pair(max_incoming=1)
+    pair.expect()
+    pair.pool.reserve(OTHER, 1)
+    with pytest.raises(Refused, match="1 attempts already wait"):
+        pair.receiver.expect(OTHER, pair.prefiller, 3)
+    pair.check()
+
+
+async def test_drained_for_an_unknown_attempt_is_nothing():
+    pair = Pair()
+    assert pair.receiver.drained(OTHER) is None
+
+
+async def test_the_sender_drains_what_was_armed():
+    pair = Pair()
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    await pair.sender.drain(outgoing)
+    with pytest.raises(TransferCancelled):
+        await outgoing.transfers[0].wait()
+    pair.land()
+    assert not pair.target.arrivals[incoming.slot.immediate].done.is_set()
+    pair.sender._slots.check_integrity()
+    assert pair.sender._slots.free == 2
+
+
+async def test_an_unreachable_decoder_is_named():
+    pair = Pair()
+    incoming = pair.expect()
+    with pytest.raises(PeerUnreachable, match="nobody at ffff"):
+        await pair.sender.open(pair.prefill(incoming, fabric=FabricEndpoint("fake", b"\xff\xff")), timeout_s=1)
+    assert pair.sender._slots.free == 2
+
+
+async def test_a_prompt_whose_chunk_completes_no_page_arms_nothing():
+    pair = Pair()
+    incoming = pair.expect()
+    outgoing = await pair.sender.open(pair.prefill(incoming), timeout_s=1)
+    pair.sender.arm(0, [ChunkPart(outgoing, (1, 2, 3), range(0, 0))])
+    assert (await outgoing.transfers[0].wait()).writes == 0
+    assert outgoing.writes == 0
+    assert TailSlot(b"", 0) != pair.receiver.tail_slot(incoming)
