@@ -1,0 +1,233 @@
+#include "fabric/lane.h"
+
+#include <rdma/fi_cm.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+#include <algorithm>
+#include <array>
+
+#include "fabric/fault.h"
+
+namespace kvmesh::fabric {
+
+namespace {
+
+constexpr size_t kReadBatch = 64;
+constexpr size_t kReadRounds = 4;  // batches read before it is posting's turn again
+constexpr size_t kQueueEntries = 4096;
+
+}  // namespace
+
+Lane::Lane(const Nic& nic, uint64_t id, uint32_t window) : nic_(nic), id_(id), slots_(window) {
+    if (nic.provider().doorbell) doorbell_.emplace();
+    for (Slot& slot : slots_) free_.push_back(&slot);
+    open_queue();
+    open_endpoint();
+}
+
+// Endpoint, then what it is bound to.
+Lane::~Lane() {
+    endpoint_object_.reset();
+    addresses_.reset();
+    queue_.reset();
+}
+
+void Lane::open_queue() {
+    fi_cq_attr attributes{};
+    attributes.size = kQueueEntries;
+    attributes.format = FI_CQ_FORMAT_DATA;
+    attributes.wait_obj = doorbell_ ? FI_WAIT_NONE : FI_WAIT_FD;
+    fid_cq* queue = nullptr;
+    check("fi_cq_open", fi_cq_open(nic_.domain(), &attributes, &queue, nullptr));
+    queue_.reset(queue);
+    fi_av_attr table{};
+    table.type = FI_AV_TABLE;
+    table.count = 1;
+    fid_av* addresses = nullptr;
+    check("fi_av_open", fi_av_open(nic_.domain(), &table, &addresses, nullptr));
+    addresses_.reset(addresses);
+}
+
+void Lane::open_endpoint() {
+    fid_ep* endpoint = nullptr;
+    check("fi_endpoint", fi_endpoint(nic_.domain(), nic_.info(), &endpoint, nullptr));
+    endpoint_object_.reset(endpoint);
+    check("fi_ep_bind", fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV));
+    check("fi_ep_bind", fi_ep_bind(endpoint, &addresses_->fid, 0));
+    check("fi_enable", fi_enable(endpoint));
+    size_t length = 0;
+    fi_getname(&endpoint->fid, nullptr, &length);
+    endpoint_.resize(length);
+    check("fi_getname", fi_getname(&endpoint->fid, endpoint_.data(), &length));
+}
+
+void Lane::connect(const std::string& endpoint, const std::string& doorbell) {
+    peer_doorbell_ = doorbell;
+    int inserted = fi_av_insert(addresses_.get(), endpoint.data(), 1, &peer_, 0, nullptr);
+    if (inserted != 1) throw SetupError(libfabric_fault("fi_av_insert", inserted < 0 ? inserted : -FI_EINVAL));
+}
+
+int Lane::wait_fd() const {
+    if (doorbell_) return doorbell_->fd();
+    int fd = -1;
+    check("fi_control", fi_control(&queue_->fid, FI_GETWAIT, &fd));
+    return fd;
+}
+
+void Lane::silence() {
+    if (doorbell_) doorbell_->silence();
+}
+
+void Lane::enqueue(const TransferPtr& transfer) {
+    if (transfer->queued) return;
+    transfer->queued = true;
+    runnable_.push_back(transfer);
+}
+
+bool Lane::progress(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
+    bool moved = read(immediates, stats, ended);
+    if (!fault_) moved = post(stats, ended) || moved;
+    // Once for the whole batch: it answers the peer's writes, and announces ours.
+    if (moved && doorbell_ && !peer_doorbell_.empty()) doorbell_->ring(peer_doorbell_);
+    return moved;
+}
+
+bool Lane::read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
+    std::array<fi_cq_data_entry, kReadBatch> entries;
+    bool moved = false;
+    for (size_t round = 0; round < kReadRounds; ++round) {
+        ssize_t count = fi_cq_read(queue_.get(), entries.data(), entries.size());
+        if (count == -FI_EAVAIL) {
+            take_error();
+            moved = true;
+            continue;
+        }
+        if (count <= 0) {
+            if (count != 0 && count != -FI_EAGAIN && !fault_) fail(libfabric_fault("fi_cq_read", count), nullptr);
+            break;
+        }
+        moved = true;
+        int64_t now = now_ns();
+        uint32_t before = outstanding_;
+        for (ssize_t i = 0; i < count; ++i) take_completion(entries[i], now, ended);
+        stats.completed += before - outstanding_;
+        if (count < static_cast<ssize_t>(entries.size())) break;
+    }
+    if (!arrived_.empty()) {
+        if (!immediates.add(arrived_) && !fault_)
+            fail({Status::failed, "immediates", 0, "the peer sends immediates that nobody expects"}, nullptr);
+        arrived_.clear();
+    }
+    return moved;
+}
+
+void Lane::take_completion(const fi_cq_data_entry& entry, int64_t now, std::vector<TransferPtr>& ended) {
+    if (entry.flags & FI_REMOTE_CQ_DATA) {
+        arrived_.push_back(static_cast<uint32_t>(entry.data));
+        return;
+    }
+    Slot* slot = slot_of(entry.op_context);
+    if (slot == nullptr) return;
+    uint32_t layer = slot->layer;
+    TransferPtr transfer = free_slot(*slot);
+    transfer->completed(layer, now);
+    if (transfer->finished()) ended.push_back(std::move(transfer));
+}
+
+void Lane::take_error() {
+    fi_cq_err_entry error{};
+    if (fi_cq_readerr(queue_.get(), &error, 0) < 0) return;
+    Slot* slot = slot_of(error.op_context);
+    // Without a context it is about something the peer did, and the control connection will tell.
+    if (slot == nullptr) return;
+    if (!fault_) {
+        // A stream that broke cancels all its writes; they are executed in order, so the oldest is the one that broke it.
+        bool flushed = error.err == FI_ECANCELED || error.err == FI_ENOTCONN || error.err == FI_ECONNRESET;
+        fail(libfabric_fault("fi_writemsg", error.err, Status::refused), flushed ? oldest() : slot->transfer);
+    }
+    free_slot(*slot)->dropped();
+}
+
+bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
+    bool moved = false;
+    blocked_ = false;
+    while (!runnable_.empty() && !free_.empty()) {
+        TransferPtr& transfer = runnable_.front();
+        std::optional<PageWrite> write = transfer->next();
+        if (write && !transfer->plan().source->open()) {
+            transfer->stop({Status::failed, "write", 0, "the source region was closed"});
+            if (transfer->finished()) ended.push_back(transfer);
+            write.reset();
+        }
+        if (!write) {
+            transfer->queued = false;
+            runnable_.pop_front();
+            continue;
+        }
+        Slot& slot = *free_.back();
+        long result = post_one(slot, *transfer, *write);
+        if (result == -FI_EAGAIN) {
+            ++stats.retries;
+            blocked_ = true;
+            break;
+        }
+        if (result != 0) {
+            fail(libfabric_fault("fi_writemsg", result, Status::peer_lost), nullptr);
+            return true;
+        }
+        free_.pop_back();
+        slot.transfer = transfer;
+        slot.layer = write->layer;
+        slot.sequence = sequence_++;
+        ++outstanding_;
+        ++stats.posted;
+        transfer->posted();
+        moved = true;
+    }
+    return moved;
+}
+
+long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write) {
+    const WritePlan& plan = transfer.plan();
+    iovec local{write.source, plan.page_bytes};
+    void* descriptor = plan.source->local_descriptor();
+    fi_rma_iov remote{write.target, plan.page_bytes, plan.target.nics.front().key};
+    fi_msg_rma message{};
+    message.msg_iov = &local;
+    message.desc = &descriptor;
+    message.iov_count = 1;
+    message.addr = peer_;
+    message.rma_iov = &remote;
+    message.rma_iov_count = 1;
+    message.context = &slot.context;
+    message.data = plan.immediate;
+    return fi_writemsg(endpoint_object_.get(), &message,
+                       FI_REMOTE_CQ_DATA | FI_COMPLETION | nic_.provider().completion_flags);
+}
+
+Lane::Slot* Lane::slot_of(void* context) {
+    auto* slot = static_cast<Slot*>(context);
+    bool ours = slot >= slots_.data() && slot < slots_.data() + slots_.size();
+    return ours && slot->transfer ? slot : nullptr;
+}
+
+TransferPtr Lane::free_slot(Slot& slot) {
+    --outstanding_;
+    free_.push_back(&slot);
+    return std::move(slot.transfer);
+}
+
+TransferPtr Lane::oldest() const {
+    const Slot* first = nullptr;
+    for (const Slot& slot : slots_)
+        if (slot.transfer && (first == nullptr || slot.sequence < first->sequence)) first = &slot;
+    return first != nullptr ? first->transfer : nullptr;
+}
+
+void Lane::fail(Fault fault, TransferPtr culprit) {
+    fault_ = std::move(fault);
+    culprit_ = std::move(culprit);
+}
+
+}  // namespace kvmesh::fabric

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fabric/doorbell.h"
+#include "fabric/immediate_table.h"
+#include "fabric/nic.h"
+#include "fabric/transfer.h"
+
+namespace kvmesh::fabric {
+
+// Counters of one engine, for metrics and tests.
+struct Stats {
+    uint64_t posted = 0;
+    uint64_t completed = 0;
+    uint64_t retries = 0;  // posts that the provider could not take yet (EAGAIN)
+};
+
+// The endpoint of one peer connection, like a queue pair: its own completion queue and address vector, so that closing
+// it stops everything that peer does here and leaves nothing behind. Engine thread only.
+class Lane {
+  public:
+    Lane(const Nic& nic, uint64_t id, uint32_t window);
+    ~Lane();
+    Lane(const Lane&) = delete;
+    Lane& operator=(const Lane&) = delete;
+
+    uint64_t id() const { return id_; }
+    // The endpoint's raw address, for the peer.
+    const std::string& endpoint() const { return endpoint_; }
+    std::string doorbell() const { return doorbell_ ? doorbell_->name() : ""; }
+    void connect(const std::string& endpoint, const std::string& doorbell);
+
+    // A descriptor that wakes a sleeper, and the queue to ask first whether sleeping is safe (none with a doorbell).
+    int wait_fd() const;
+    fid* wait_object() const { return doorbell_ ? nullptr : &queue_->fid; }
+    void silence();
+
+    // Queues a transfer that has writes to post.
+    void enqueue(const TransferPtr& transfer);
+
+    // Reads completions and posts up to the window. Appends transfers that ended. True when anything moved.
+    bool progress(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended);
+
+    uint32_t outstanding() const { return outstanding_; }
+    // The last post was refused for lack of room: try again soon, nobody wakes us.
+    bool blocked() const { return blocked_; }
+    // Set once something failed; nothing is posted from then on.
+    const std::optional<Fault>& fault() const { return fault_; }
+    // The transfer whose write the fault is about, where that is known.
+    const TransferPtr& culprit() const { return culprit_; }
+    bool suspected = false;  // the peer was asked whether it lives
+
+    // Keeps a closed region's mapping until no write that was under way here can touch it.
+    void retain(std::shared_ptr<Mapping> mapping) { retained_.push_back(std::move(mapping)); }
+
+  private:
+    struct Slot {
+        fi_context2 context{};  // first: libfabric hands back its address
+        TransferPtr transfer;
+        uint32_t layer = 0;
+        uint64_t sequence = 0;
+    };
+
+    void open_queue();
+    void open_endpoint();
+    bool read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended);
+    void take_error();
+    void take_completion(const fi_cq_data_entry& entry, int64_t now, std::vector<TransferPtr>& ended);
+    bool post(Stats& stats, std::vector<TransferPtr>& ended);
+    long post_one(Slot& slot, const Transfer& transfer, const PageWrite& write);
+    Slot* slot_of(void* context);
+    TransferPtr free_slot(Slot& slot);
+    TransferPtr oldest() const;
+    void fail(Fault fault, TransferPtr culprit);
+
+    const Nic& nic_;
+    uint64_t id_;
+    std::vector<std::shared_ptr<Mapping>> retained_;  // destroyed last, after the endpoint
+    std::optional<Doorbell> doorbell_;
+    std::string peer_doorbell_;
+    FidPtr<fid_cq> queue_;
+    FidPtr<fid_av> addresses_;
+    FidPtr<fid_ep> endpoint_object_;
+    std::string endpoint_;
+    fi_addr_t peer_ = FI_ADDR_UNSPEC;
+    std::vector<Slot> slots_;
+    std::vector<Slot*> free_;
+    std::deque<TransferPtr> runnable_;
+    std::vector<uint32_t> arrived_;
+    uint64_t sequence_ = 0;
+    uint32_t outstanding_ = 0;
+    bool blocked_ = false;
+    std::optional<Fault> fault_;
+    TransferPtr culprit_;
+};
+
+}  // namespace kvmesh::fabric

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace kvmesh::fabric {
+
+// What `Fabric.address` is: where the control connection listens, and who must answer there.
+struct PeerAddress {
+    std::string provider;
+    std::string host;
+    uint16_t port = 0;
+    uint64_t identity = 0;
+    // Grows with every fence. A peer that was fenced is let in only with an address from after its fence, so that work
+    // that was handed out before cannot be done after.
+    uint64_t generation = 0;
+
+    std::string encode() const;
+    // Throws SetupError (unreachable) where `bytes` is no address of this version.
+    static PeerAddress decode(const std::string& bytes);
+};
+
+// The control protocol, version 1: frames of a 32-bit length and a type byte. The connecting side says hello with its
+// new endpoint; the other side answers welcome with its own, or reject with a reason. Then both ping.
+enum class MessageType : uint8_t {
+    hello = 1,
+    welcome = 2,
+    reject = 3,
+    ping = 4,
+    probe = 5,    // do you live, and is our connection good? answered in order with the rest
+    alive = 6,    // the answer
+    goodbye = 7,  // my endpoint is closed: close yours
+    gone = 8,     // it is closed
+};
+
+constexpr uint16_t kProtocolVersion = 1;
+
+struct Hello {
+    uint16_t protocol = kProtocolVersion;
+    std::string provider;
+    uint64_t identity = 0;
+    uint64_t target = 0;  // the identity this is meant for
+    uint64_t generation = 0;  // of the address that was used
+    uint64_t floor = 0;       // as in Welcome
+    std::string endpoint;
+    std::string doorbell;
+
+    std::string encode() const;
+    static std::optional<Hello> decode(const std::string& payload);
+};
+
+struct Welcome {
+    uint64_t identity = 0;
+    // Addresses of an earlier generation are not for you.
+    uint64_t floor = 0;
+    std::string endpoint;
+    std::string doorbell;
+
+    std::string encode() const;
+    static std::optional<Welcome> decode(const std::string& payload);
+};
+
+// A whole frame. Payloads of reject and goodbye are a sentence, the others' are empty.
+std::string frame(MessageType type, const std::string& payload = "");
+
+struct Frame {
+    MessageType type;
+    std::string payload;
+};
+
+// Takes frames off the front of a byte stream.
+class FrameReader {
+  public:
+    void append(const char* bytes, size_t length) { buffer_.append(bytes, length); }
+    std::optional<Frame> next();
+    // The stream is not of this protocol.
+    bool broken() const { return broken_; }
+
+  private:
+    std::string buffer_;
+    bool broken_ = false;
+};
+
+}  // namespace kvmesh::fabric

@@ -1,0 +1,98 @@
+#include "fabric/provider.h"
+
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "fabric/fault.h"
+
+namespace kvmesh::fabric {
+
+namespace {
+
+constexpr uint32_t kNewestTested = FI_VERSION(2, 5);
+constexpr char kPrefix[] = "libfabric:";
+
+InfoPtr hints_for(const std::string& libfabric_name) {
+    InfoPtr hints(fi_allocinfo());
+    if (!hints) throw std::bad_alloc();
+    hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+    hints->mode = FI_CONTEXT | FI_CONTEXT2;
+    hints->ep_attr->type = FI_EP_RDM;
+    // FI_MR_ENDPOINT is not offered: a region has one key for all peers, whose endpoints come and go.
+    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+    // Every call into a domain is made by one thread, the engine's.
+    hints->domain_attr->threading = FI_THREAD_DOMAIN;
+    hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+    hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
+    hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+    hints->domain_attr->cq_data_size = sizeof(uint32_t);
+    if (!libfabric_name.empty()) hints->fabric_attr->prov_name = strdup(libfabric_name.c_str());
+    return hints;
+}
+
+}  // namespace
+
+uint32_t api_version() { return std::min(fi_version(), kNewestTested); }
+
+std::string library_version() {
+    uint32_t version = fi_version();
+    return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
+}
+
+Provider Provider::named(const std::string& name) {
+    Provider provider;
+    provider.name = name;
+    provider.completion_flags = FI_DELIVERY_COMPLETE;
+    if (name == "tcp") {
+        // Before 1.18 the tcp provider has no reliable datagram endpoints of its own.
+        provider.libfabric_name = fi_version() < FI_VERSION(1, 18) ? "tcp;ofi_rxm" : "tcp";
+    } else if (name == "shm") {
+        provider.libfabric_name = "shm";
+    } else if (name.rfind(kPrefix, 0) == 0 && name.size() > std::strlen(kPrefix)) {
+        provider.libfabric_name = name.substr(std::strlen(kPrefix));
+    } else {
+        throw SetupError({Status::unavailable, "provider", 0,
+                          "there is no provider '" + name + "': takes tcp, shm or libfabric:<name>"});
+    }
+    provider.doorbell = provider.libfabric_name == "shm";
+    // Reliable connections acknowledge a write when it is in the target's memory.
+    if (provider.libfabric_name.rfind("verbs", 0) == 0) provider.completion_flags = FI_TRANSMIT_COMPLETE;
+    return provider;
+}
+
+InfoPtr Provider::find(const std::string& host) const {
+    InfoPtr hints = hints_for(libfabric_name);
+    fi_info* found = nullptr;
+    bool by_address = libfabric_name.rfind("shm", 0) != 0 && libfabric_name.rfind("efa", 0) != 0;
+    int result = by_address
+                     ? fi_getinfo(api_version(), host.c_str(), nullptr, FI_SOURCE | FI_NUMERICHOST, hints.get(), &found)
+                     : fi_getinfo(api_version(), nullptr, nullptr, 0, hints.get(), &found);
+    if (result != 0) {
+        Fault fault = libfabric_fault("fi_getinfo", result, Status::unavailable);
+        fault.text = "libfabric " + library_version() + " has no provider '" + libfabric_name +
+                     "' with remote writes and immediates on " + host + ": " + fi_strerror(-result);
+        throw SetupError(fault);
+    }
+    InfoPtr all(found);
+    return InfoPtr(fi_dupinfo(all.get()));
+}
+
+std::vector<std::string> present_providers() {
+    std::vector<std::string> names;
+    InfoPtr hints = hints_for("");
+    fi_info* found = nullptr;
+    if (fi_getinfo(api_version(), nullptr, nullptr, 0, hints.get(), &found) != 0) return names;
+    InfoPtr all(found);
+    std::string tcp = Provider::named("tcp").libfabric_name;
+    for (fi_info* info = found; info != nullptr; info = info->next) {
+        std::string raw = info->fabric_attr->prov_name;
+        std::string name = raw == tcp ? "tcp" : raw == "shm" ? "shm" : kPrefix + raw;
+        if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+    }
+    return names;
+}
+
+}  // namespace kvmesh::fabric

@@ -1,0 +1,36 @@
+#include "fabric/region.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+
+#include "fabric/fault.h"
+
+namespace kvmesh::fabric {
+
+Mapping::Mapping(int fd, size_t length) : length_(length) {
+    struct stat status {};
+    if (fstat(fd, &status) != 0) throw SetupError(system_fault("fstat", "the region's file descriptor"));
+    // A shorter file would turn the first write past its end into SIGBUS.
+    if (length == 0 || status.st_size < 0 || static_cast<size_t>(status.st_size) < length)
+        throw SetupError({Status::failed, "mmap", EINVAL,
+                          "cannot map " + std::to_string(length) + " bytes of a file of " +
+                              std::to_string(status.st_size)});
+    void* base = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) throw SetupError(system_fault("mmap", "the region"));
+    madvise(base, length, MADV_DONTFORK);  // A forked child must not share memory that a NIC writes.
+    base_ = static_cast<std::byte*>(base);
+}
+
+Mapping::~Mapping() { munmap(base_, length_); }
+
+Region::Region(const Nic& nic, std::shared_ptr<Mapping> mapping)
+    : mapping_(std::move(mapping)), registration_(nic.register_memory(mapping_->base(), mapping_->length())) {
+    uint64_t base = reinterpret_cast<uint64_t>(mapping_->base());
+    remote_.base = base;
+    remote_.length = mapping_->length();
+    remote_.nics = {{nic.has(FI_MR_VIRT_ADDR) ? base : 0, fi_mr_key(registration_.get())}};
+}
+
+}  // namespace kvmesh::fabric

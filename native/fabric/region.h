@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+
+#include "fabric/descriptor.h"
+#include "fabric/nic.h"
+
+namespace kvmesh::fabric {
+
+// A shared mapping of a file descriptor. Outlives its registration while a write may still touch it.
+class Mapping {
+  public:
+    Mapping(int fd, size_t length);
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    std::byte* base() const { return base_; }
+    size_t length() const { return length_; }
+
+  private:
+    std::byte* base_ = nullptr;
+    size_t length_ = 0;
+};
+
+// Registered memory of this process. Closing revokes the key; the mapping stays until the last user lets go.
+class Region {
+  public:
+    // Engine thread only.
+    Region(const Nic& nic, std::shared_ptr<Mapping> mapping);
+
+    size_t length() const { return mapping_->length(); }
+    std::byte* base() const { return mapping_->base(); }
+    const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
+    const RemoteRegion& remote() const { return remote_; }
+
+    // Engine thread only.
+    void* local_descriptor() const { return registration_ ? fi_mr_desc(registration_.get()) : nullptr; }
+    bool open() const { return registration_ != nullptr; }
+    void close() { registration_.reset(); }
+
+  private:
+    std::shared_ptr<Mapping> mapping_;
+    FidPtr<fid_mr> registration_;
+    RemoteRegion remote_;
+};
+
+}  // namespace kvmesh::fabric
