@@ -1,0 +1,126 @@
+"""Where an attempt's tokens become an answer: collected whole, or streamed as server-sent events. Both are a relay's
+`Consumer`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from services.router.attempts import Attempt
+from services.router.chunks import Chunks, whole
+from services.router.detokenize import Vocabulary
+from services.router.output import Output
+from services.router.validate import Job
+from shared.web import sse
+from shared.web.sse import EventStream
+
+_BACKLOG_BYTES = 64 << 10
+"""A client that leaves this much unread is slow: its tokens are kept as tokens until it reads. It is also where aiohttp's
+transport pauses, so that `drain` then waits."""
+
+
+class WholeAnswer:
+    """Collects everything; nothing is sent before the end, so that every failure can still be retried."""
+
+    begun = False
+
+    def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
+        self._job, self._vocabulary = job, vocabulary
+        self.reset()
+
+    def reset(self) -> None:
+        self._output = Output(self._job, self._vocabulary)
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+
+    @property
+    def stopped(self) -> bool:
+        return self._output.stopped
+
+    def on_tokens(self, tokens: list[int]) -> bool:
+        if self.stopped:
+            return True
+        self._pieces.append(self._output.feed(tokens))
+        if self._job.return_token_ids:
+            self._tokens += tokens
+        return self.stopped
+
+    async def advance(self, attempt: Attempt) -> None:
+        """Nothing waits here."""
+
+    def body(self, attempt: Attempt) -> bytes:
+        """The answer, once the attempt has run to its end."""
+        self._pieces.append(self._output.flush())
+        reason = self._output.reason(attempt.finish)
+        return whole(self._job, "".join(self._pieces), reason, self._output.tokens, self._tokens)
+
+
+class StreamedAnswer:
+    """Writes every token in the turn in which it comes; `open_stream` is called once, when the first is there."""
+
+    def __init__(
+        self, job: Job, vocabulary: Vocabulary, open_stream: Callable[[Attempt], Awaitable[EventStream]]
+    ) -> None:
+        self._job, self._vocabulary, self._open = job, vocabulary, open_stream
+        self._chunks = Chunks(job)
+        self.events: EventStream | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self._output = Output(self._job, self._vocabulary)
+        self._waiting: list[int] = []
+        self._unsent: list[int] = []
+
+    @property
+    def begun(self) -> bool:
+        return self.events is not None
+
+    @property
+    def stopped(self) -> bool:
+        return self._output.stopped
+
+    def on_tokens(self, tokens: list[int]) -> bool:
+        if self._output.stopped:
+            return True
+        events = self.events
+        if events is None or self._waiting or events.backlog > _BACKLOG_BYTES:
+            self._waiting += tokens
+            return True
+        self._write(events, tokens)
+        return self._output.stopped
+
+    async def advance(self, attempt: Attempt) -> None:
+        if self.events is None:
+            self.events = await self._open(attempt)
+            self.events.send(self._chunks.first())
+        while self._waiting:
+            if self.events.backlog > _BACKLOG_BYTES:
+                await self.events.drain()
+            tokens, self._waiting = self._waiting, []
+            self._write(self.events, tokens)
+
+    async def finish(self, attempt: Attempt) -> None:
+        """The last text, the reason, the usage where asked for, and `[DONE]`, which nothing follows."""
+        assert self.events is not None, "a finished attempt has been advanced"
+        reason = self._output.reason(attempt.finish)
+        last = self._chunks.last(self._output.flush(), self._take_unsent(), reason, self._output.tokens)
+        self.events.send(last + sse.DONE)
+        await self.events.close()
+
+    async def fail(self, error: msgspec.Struct) -> None:
+        """The stream has begun, so the error is an event, and no `[DONE]` follows it."""
+        assert self.events is not None, "before the first byte an error is a status"
+        self.events.send(sse.error(msgspec.json.encode(error)))
+        await self.events.close()
+
+    def _write(self, events: EventStream, tokens: list[int]) -> None:
+        text = self._output.feed(tokens)
+        if self._job.return_token_ids:
+            self._unsent += tokens
+        if text:
+            events.send(self._chunks.text(text, self._take_unsent(), self._output.tokens))
+
+    def _take_unsent(self) -> list[int]:
+        unsent, self._unsent = self._unsent, []
+        return unsent

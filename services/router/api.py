@@ -1,0 +1,210 @@
+"""The OpenAI-compatible HTTP interface."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from opentelemetry.trace import Span, SpanKind
+
+from services.router.answers import StreamedAnswer, WholeAnswer
+from services.router.attempts import Attempt
+from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
+from services.router.relay import Request
+from services.router.service import RouterService
+from services.router.validate import (
+    Job,
+    chat_messages,
+    check,
+    completion_prompt,
+    decode,
+    plan,
+    template_kwargs,
+)
+from shared.errors import AttemptFailed, BusError, Refused, RequestError
+from shared.telemetry import traces
+from shared.web.errors import describe, errors_as_json
+from shared.web.health import add_health
+from shared.web.sse import EventStream
+
+BODY_S = 30.0
+"""A client must have sent its request's body within this."""
+
+_LABEL = re.compile(r"[!-~]{1,128}")
+
+Prepare = Callable[[bytes], Awaitable[Job]]
+
+
+class Api:
+    """Handlers. One a router."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._model = service.model
+        self._loop = asyncio.get_running_loop()
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[errors_as_json], client_max_size=self._service.settings.max_body_bytes)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{id:.+}", self.model)
+        add_health(app, self._service.readiness, self._service.metrics.registry)
+        return app
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, "chat", self._chat_job)
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, "completions", self._completion_job)
+
+    async def models(self, _http: web.Request) -> web.Response:
+        return _json(ModelList(data=[self._card()]))
+
+    async def model(self, http: web.Request) -> web.Response:
+        name = http.match_info["id"]
+        if name != self._model.name:
+            message = f"the model {name!r} does not exist here; this is {self._model.name!r}"
+            raise RequestError(message, param="model", status=404, code="model_not_found")
+        return _json(self._card())
+
+    def _card(self) -> ModelCard:
+        model = self._model
+        return ModelCard(id=model.name, created=model.created, max_model_len=model.max_positions)
+
+    async def _chat_job(self, body: bytes) -> Job:
+        request = decode(body, ChatRequest)
+        check(request, self._model)
+        text = self._model.chat_prompt(chat_messages(request.messages), template_kwargs(request))
+        tokens = await self._model.encode(text, add_special_tokens=False)
+        return plan(request, tokens, self._model, self._service.limits())
+
+    async def _completion_job(self, body: bytes) -> Job:
+        request = decode(body, CompletionRequest)
+        check(request, self._model)
+        prompt = completion_prompt(request.prompt, self._model.identity.vocab_size)
+        if isinstance(prompt, str):
+            prompt = await self._model.encode(prompt, add_special_tokens=request.special_tokens is not False)
+        return plan(request, prompt, self._model, self._service.limits())
+
+    async def _answer(self, http: web.Request, endpoint: str, prepare: Prepare) -> web.StreamResponse:
+        """One request, its span and its metrics; every error is answered here."""
+        began = self._loop.time()
+        label = _label(http)
+        outcome = "disconnected"
+        parent = traces.extract(http.headers)
+        attributes = {"kvmesh.endpoint": endpoint, "kvmesh.request_id": label}
+        try:
+            with traces.span("router.request", parent=parent, kind=SpanKind.SERVER, attributes=attributes) as span:
+                response, outcome = await self._respond(http, prepare, began, label, span)
+                return response
+        except ConnectionError:
+            return web.Response(status=499)
+        except Exception as error:
+            if not isinstance(error, KNOWN):
+                raise
+            outcome = outcome_of(error)
+            response = describe(error).response()
+            response.headers["x-request-id"] = label
+            return response
+        finally:
+            metrics = self._service.metrics
+            metrics.requests.labels(endpoint, outcome).inc()
+            metrics.e2e.observe(self._loop.time() - began)
+
+    async def _respond(
+        self, http: web.Request, prepare: Prepare, began: float, label: str, span: Span
+    ) -> tuple[web.StreamResponse, str]:
+        if self._service.draining:
+            raise Refused("this router is shutting down")
+        job = await prepare(await _read(http))
+        span.set_attribute("kvmesh.prompt_tokens", len(job.tokens))
+        if job.stream:
+            return await self._stream(http, job, began, label, span)
+        answer = WholeAnswer(job, self._model.vocabulary)
+        request = self._request(job, answer, began)
+        attempt = await self._service.relay.run(request)
+        _note(span, request, attempt)
+        return web.Response(
+            body=answer.body(attempt), headers=_headers(attempt, label), content_type="application/json"
+        ), "ok"
+
+    async def _stream(
+        self, http: web.Request, job: Job, began: float, label: str, span: Span
+    ) -> tuple[web.StreamResponse, str]:
+        async def open_stream(attempt: Attempt) -> EventStream:
+            return await EventStream.open(http, _headers(attempt, label))
+
+        answer = StreamedAnswer(job, self._model.vocabulary, open_stream)
+        request = self._request(job, answer, began)
+        outcome = "ok"
+        try:
+            attempt = await self._service.relay.run(request)
+            _note(span, request, attempt)
+            await answer.finish(attempt)
+        except KNOWN as error:
+            if answer.events is None:
+                raise
+            outcome = outcome_of(error)
+            span.record_exception(error)
+            await answer.fail(describe(error).body)
+        assert answer.events is not None
+        return answer.events.response, outcome
+
+    def _request(self, job: Job, answer: WholeAnswer | StreamedAnswer, began: float) -> Request:
+        service = self._service
+        return Request(job, answer, service.metrics, began=began, timeout_s=service.settings.request_timeout_s)
+
+
+KNOWN = (RequestError, Refused, AttemptFailed, BusError, TimeoutError, web.HTTPException)
+"""What a request may raise on purpose; the rest is a fault of the program, answered and logged by the middleware."""
+
+
+def outcome_of(error: BaseException) -> str:
+    match error:
+        case RequestError() | web.HTTPException():
+            return "rejected"
+        case Refused(status=429):
+            return "busy"
+        case Refused() | BusError():
+            return "unavailable"
+        case TimeoutError():
+            return "timeout"
+        case _:
+            return "failed"
+
+
+async def _read(http: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await http.read()
+    except TimeoutError:
+        raise RequestError("the request's body did not arrive in time", status=408, code="request_timeout") from None
+
+
+def _label(http: web.Request) -> str:
+    """The client's own id of the request, where it sent a plain one. It labels, and never identifies."""
+    given = http.headers.get("x-request-id", "")
+    return given if _LABEL.fullmatch(given) else secrets.token_hex(16)
+
+
+def _headers(attempt: Attempt, label: str) -> dict[str, str]:
+    return {"x-kvmesh-path": attempt.pair.path, "x-kvmesh-attempt": attempt.id, "x-request-id": label}
+
+
+def _note(span: Span, request: Request, attempt: Attempt) -> None:
+    if not span.is_recording():
+        return
+    span.set_attribute("kvmesh.path", attempt.pair.path)
+    span.set_attribute("kvmesh.attempt", attempt.id)
+    span.set_attribute("kvmesh.output_tokens", attempt.received)
+    if request.first_at is not None:
+        span.set_attribute("kvmesh.ttft_s", request.first_at - request.began)
+
+
+def _json(body: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -1,0 +1,201 @@
+"""What this router has running, and what it has of each: exactly once, or not at all. Pure: time comes in as an argument.
+
+An attempt ends in one of three ways, and only once: `finish` (every token is here), `failure`, or it is closed by its owner
+(the client left, a stop string was found). Its `listener` hears of new tokens at once, in the turn of the event loop in
+which they came, and of the end.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Protocol
+
+from services.router.dispatch import Pair, prefilled, taken
+from shared.errors import AttemptFailed
+from shared.messages import Emit, EmitBatch, FinishReason, InstanceRef, StreamStatus, Timing
+
+PREFILL_STAGES = frozenset({"prefill", "transfer"})
+"""Stages whose failure is the prefiller's."""
+
+STAGES = PREFILL_STAGES | {"decode", "decoder", "decode step", "waiting for KV"}
+"""What a decoder names as the stage of a failure."""
+
+
+class Listener(Protocol):
+    """Whoever owns an attempt. Called synchronously; must not raise."""
+
+    def on_tokens(self, tokens: list[int]) -> None: ...
+
+    def on_end(self) -> None:
+        """`finish` or `failure` is set now."""
+        ...
+
+
+class Attempt:
+    """One try at a request on one pair."""
+
+    __slots__ = (
+        "accepted",
+        "failure",
+        "finish",
+        "heard_at",
+        "id",
+        "listed",
+        "listener",
+        "missed",
+        "pair",
+        "received",
+        "settled",
+        "timing",
+    )
+
+    def __init__(self, pair: Pair, listener: Listener, now: float) -> None:
+        self.id = secrets.token_hex(16)
+        self.pair = pair
+        self.listener = listener
+        self.accepted = False
+        """The decoder has said yes; or shown it, by a first message about the attempt."""
+        self.received = 0
+        """Tokens here."""
+        self.heard_at = now
+        self.listed = False
+        """The decoder has spoken of it in its stream: from then on it must be in every `StreamStatus`."""
+        self.missed = 0
+        """Statuses without it, since it was accepted and before it was first listed."""
+        self.finish: FinishReason | None = None
+        self.failure: AttemptFailed | None = None
+        self.timing: Timing | None = None
+        self.settled = False
+        """The decoder has nothing of it, and knows: no cancel is owed."""
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    def accept(self, now: float) -> None:
+        """The decoder has it. Idempotent."""
+        if not self.accepted:
+            self.accepted = True
+            self.heard_at = now
+            taken(self.pair, self.id)
+
+    def take(self, emit: Emit, now: float) -> None:
+        """New tokens. What is here already is dropped; a gap fails the attempt, for those tokens will not come again."""
+        if self.ended:
+            return
+        self.accept(now)
+        self.listed = True
+        self.heard_at = now
+        if emit.timing is not None:
+            self.timing = emit.timing
+        if emit.index > self.received:
+            lost = emit.index - self.received
+            self.fail(AttemptFailed("stream", f"{lost} token(s) were lost on the way", retryable=True))
+            return
+        fresh = emit.tokens[self.received - emit.index :] if emit.index < self.received else emit.tokens
+        if fresh:
+            if not self.received:
+                prefilled(self.pair, self.id)
+            self.received += len(fresh)
+            self.listener.on_tokens(fresh)
+        if emit.error is not None:
+            self.settled = True
+            self.fail(_as_told(emit.error, emit.retryable))
+        elif emit.finish is not None and not self.ended:
+            self.settled = True
+            self.finish = emit.finish
+            self.listener.on_end()
+
+    def check(self, emitted: int | None, now: float) -> None:
+        """What a status says of it: tokens emitted so far, None where it is not listed. A status is in order with the
+        tokens, so a count ahead of ours means loss. One status may have been sent before the attempt was admitted."""
+        if self.ended or not self.accepted:
+            return
+        if emitted is None:
+            self.missed += 1
+            if self.listed or self.missed > 1:
+                self.fail(AttemptFailed("stream", "the decoder does not know the attempt any more"))
+            return
+        self.listed = True
+        self.heard_at = now
+        if emitted > self.received:
+            self.fail(AttemptFailed("stream", f"{emitted - self.received} token(s) were lost on the way"))
+
+    def fail(self, failure: AttemptFailed) -> None:
+        """Ends it badly, unless it has ended."""
+        if not self.ended:
+            self.failure = failure
+            self.listener.on_end()
+
+
+class AttemptTable:
+    """All open attempts, by id and by instance."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Attempt] = {}
+        self._on: dict[InstanceRef, dict[str, Attempt]] = {}
+        self.late = 0
+        """Messages about attempts that are closed: normal after a cancel."""
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, attempt: Attempt) -> None:
+        self._by_id[attempt.id] = attempt
+        for ref in _refs(attempt):
+            self._on.setdefault(ref, {})[attempt.id] = attempt
+
+    def remove(self, attempt: Attempt) -> None:
+        """Idempotent."""
+        self._by_id.pop(attempt.id, None)
+        for ref in _refs(attempt):
+            on = self._on.get(ref)
+            if on is not None:
+                on.pop(attempt.id, None)
+                if not on:
+                    del self._on[ref]
+
+    def on_batch(self, batch: EmitBatch, now: float) -> None:
+        for emit in batch.emits:
+            attempt = self._by_id.get(emit.attempt)
+            if attempt is None or attempt.pair.decoder.ref != batch.decoder:
+                self.late += 1
+            else:
+                attempt.take(emit, now)
+
+    def on_status(self, status: StreamStatus, now: float) -> None:
+        for attempt in list(self._on.get(status.decoder, {}).values()):
+            if attempt.pair.decoder.ref == status.decoder:
+                attempt.check(status.emitted.get(attempt.id), now)
+
+    def on_lost(self, ref: InstanceRef, why: str) -> None:
+        """An instance is gone: its attempts fail now. A prefiller takes with it only what has no token yet."""
+        for attempt in list(self._on.get(ref, {}).values()):
+            if attempt.pair.decoder.ref == ref:
+                attempt.fail(AttemptFailed("decode", f"the decode instance {ref.name} {why}"))
+            elif not attempt.received:
+                attempt.fail(AttemptFailed("prefill", f"the prefill instance {ref.name} {why}"))
+
+    def pardon(self, now: float) -> None:
+        """This router could not hear until now: silence counts from here."""
+        for attempt in self._by_id.values():
+            attempt.heard_at = now
+
+    def sweep(self, now: float, silence_s: float) -> None:
+        """Fails accepted attempts of which nothing was heard: the decoder lives and has forgotten them."""
+        for attempt in list(self._by_id.values()):
+            if attempt.accepted and now - attempt.heard_at > silence_s:
+                attempt.fail(AttemptFailed("stream", f"nothing was heard of the attempt for {silence_s:g} s"))
+
+
+def _as_told(error: str, retryable: bool) -> AttemptFailed:
+    """A decoder's text names the stage first, where it knows one: "prefill: it is gone"."""
+    stage, colon, reason = error.partition(": ")
+    if colon and stage in STAGES:
+        return AttemptFailed(stage, reason, retryable=retryable)
+    return AttemptFailed("decode", error, retryable=retryable)
+
+
+def _refs(attempt: Attempt) -> tuple[InstanceRef, ...]:
+    pair = attempt.pair
+    return (pair.decoder.ref,) if pair.prefiller is None else (pair.decoder.ref, pair.prefiller.ref)

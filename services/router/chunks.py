@@ -1,0 +1,89 @@
+"""Answers in OpenAI's JSON. A stream's chunks differ in a few bytes only, so the rest is encoded once a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from services.router.openai_types import Usage
+from services.router.validate import Job
+from shared.messages import FinishReason
+
+_json = msgspec.json.Encoder().encode
+
+
+def usage_of(job: Job, completion_tokens: int) -> Usage:
+    prompt = len(job.tokens)
+    return Usage(prompt, completion_tokens, prompt + completion_tokens)
+
+
+def whole(job: Job, text: str, reason: FinishReason, completion_tokens: int, token_ids: list[int]) -> bytes:
+    """The body of an answer that is not streamed."""
+    chat = job.kind == "chat"
+    content: dict[str, Any] = (
+        {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
+    )
+    choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+    body: dict[str, Any] = {
+        "id": job.id,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": job.created,
+        "model": job.model,
+        "choices": [choice],
+        "usage": usage_of(job, completion_tokens),
+    }
+    if job.return_token_ids:
+        choice["token_ids"] = token_ids
+        (body if chat else choice)["prompt_token_ids"] = job.tokens
+    return _json(body)
+
+
+class Chunks:
+    """The events of one stream."""
+
+    __slots__ = ("_chat", "_head", "_job", "_prompt_ids", "_tail", "_usage")
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._chat = chat = job.kind == "chat"
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        head = _json({"id": job.id, "object": kind, "created": job.created, "model": job.model})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._usage = job.include_usage
+        self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
+        self._prompt_ids = job.return_token_ids
+
+    def first(self) -> bytes:
+        """What comes before the first text: the role (chat)."""
+        if self._chat:
+            return self._chunk(b'"delta":{"role":"assistant","content":""}', [], b"null", 0)
+        return b""
+
+    def text(self, text: str, token_ids: list[int], completion_tokens: int) -> bytes:
+        """A piece of the output. `completion_tokens` counts all so far, these included."""
+        piece = b'"delta":{"content":' + _json(text) + b"}" if self._chat else b'"text":' + _json(text)
+        return self._chunk(piece, token_ids, b"null", completion_tokens)
+
+    def last(self, text: str, token_ids: list[int], reason: FinishReason, completion_tokens: int) -> bytes:
+        """The rest of the text, the reason, and the usage chunk where it was asked for; not `[DONE]`."""
+        rest = self.text(text, [], completion_tokens) if text and self._chat else b""
+        piece = b'"delta":{}' if self._chat else b'"text":' + _json(text)
+        end = self._chunk(piece, token_ids, b'"' + reason.encode() + b'"', completion_tokens)
+        return rest + end + (self._usage_chunk(completion_tokens) if self._usage else b"")
+
+    def _usage_chunk(self, completion_tokens: int) -> bytes:
+        return self._head + b'],"usage":' + _json(usage_of(self._job, completion_tokens)) + b"}\n\n"
+
+    def _chunk(self, piece: bytes, token_ids: list[int], reason: bytes, completion_tokens: int) -> bytes:
+        head, tail, ids = self._head, self._tail, b""
+        if self._job.return_token_ids:
+            ids = b',"token_ids":' + _json(token_ids)
+            if self._prompt_ids:
+                self._prompt_ids = False
+                prompt = b',"prompt_token_ids":' + _json(self._job.tokens)
+                ids, tail = (ids, prompt + tail) if self._chat else (ids + prompt, tail)
+        if self._job.continuous_usage:
+            usage = _json(usage_of(self._job, completion_tokens))
+            tail = tail.replace(b'"usage":null', b'"usage":' + usage)
+        return b'%b{"index":0,%b,"logprobs":null,"finish_reason":%b%b}]%b' % (head, piece, reason, ids, tail)

@@ -1,0 +1,60 @@
+"""What the router knows of the model it serves: tokenizer, chat template, limits. No weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from services.router.detokenize import Vocabulary
+from services.router.template import ChatTemplate
+from shared.errors import ModelError, RequestError
+from shared.messages import ModelIdentity
+
+INLINE_CHARACTERS = 4096
+"""Longer texts are tokenized in a thread, so that the streams go on meanwhile."""
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    """The name clients use."""
+    identity: ModelIdentity
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    template: ChatTemplate | None
+    created: int
+    """Seconds since 1970, for /v1/models."""
+
+    @property
+    def max_positions(self) -> int:
+        return self.identity.max_positions
+
+    def chat_prompt(self, messages: list[dict[str, Any]], kwargs: dict[str, Any] | None) -> str:
+        if self.template is None:
+            raise RequestError(f"{self.name} has no chat template: use /v1/completions", param="messages")
+        return self.template.render(messages, kwargs)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokens of `text`, with what the tokenizer's post-processor adds (a BOS) only where asked."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Raises `ModelError` naming the file. Truncation and padding that the file may ask for are switched off."""
+    path = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  (tokenizers raises bare Exception)
+        raise ModelError(f"{path}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

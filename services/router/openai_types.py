@@ -1,0 +1,171 @@
+"""The requests of OpenAI's API as structs. Types are checked here, meaning in `validate`.
+
+Every field is one of three: used; harmless, so accepted and ignored (`user`, `metadata`, `store` ...); or one that would
+change the meaning and is not supported, which is accepted only with the value that changes nothing (`NEUTRAL` below).
+A field that is in none of these is refused by name: a misspelt `temprature` must not be a silent no-op.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of list-form content."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """Fields that only echo an earlier answer (`refusal`, `annotations` ...) are ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Ignored: padding against traffic analysis, which we do not add."""
+
+
+class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """The newer name of `max_tokens`; it wins."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    min_tokens: int | None = None
+    request_id: str | None = None
+
+    # Harmless.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+
+    # Not supported: see `NEUTRAL`.
+    n: Any = None
+    logprobs: Any = None
+    logit_bias: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    response_format: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    echo: Any = None
+    best_of: Any = None
+    priority: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+
+
+class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: list[ChatMessage]
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    parallel_tool_calls: Any = None
+    """Harmless: tools are refused."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    top_logprobs: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[Any]
+    """Text, token ids, or a list that holds one of these."""
+    suffix: Any = None
+    special_tokens: bool | None = msgspec.field(default=None, name="add_special_tokens")
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "priority": (0,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "suffix": ("",),
+}
+"""Fields that are not supported, and the values besides null that ask for nothing."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "kvmesh"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"

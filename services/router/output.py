@@ -1,0 +1,38 @@
+"""What one attempt has produced so far: its tokens as text, cut at a stop string. No I/O."""
+
+from __future__ import annotations
+
+from services.router.detokenize import Vocabulary
+from services.router.stops import StopStrings
+from services.router.validate import Job
+from shared.messages import FinishReason
+
+
+class Output:
+    """The text of one choice as it grows."""
+
+    __slots__ = ("_detokenizer", "_stops", "tokens")
+
+    def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
+        self._detokenizer = vocabulary.detokenizer()
+        self._stops = StopStrings(job.stops)
+        self.tokens = 0
+        """Tokens in; all that were generated, whether their text is out or not."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete: what comes after it is not part of the output."""
+        return self._stops.found
+
+    def feed(self, tokens: list[int]) -> str:
+        """The text that can go out now."""
+        self.tokens += len(tokens)
+        return self._stops.feed(self._detokenizer.feed(tokens))
+
+    def flush(self) -> str:
+        """The rest, after the last token."""
+        return self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+
+    def reason(self, finish: FinishReason | None) -> FinishReason:
+        """Why it ended: as the decoder said, unless a stop string was found."""
+        return "stop" if self.stopped or finish is None else finish

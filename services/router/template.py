@@ -1,0 +1,114 @@
+"""A model's chat template: Jinja from its directory, rendered in a sandbox with the names that templates expect."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import ModelError, RequestError
+
+RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"})
+"""Names that `chat_template_kwargs` cannot set."""
+
+
+class ChatTemplate:
+    """Messages to prompt text, special tokens included; the text is tokenized without adding any."""
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        """`tokens`: the special tokens by name, `bos_token` and so on. Raises `ModelError` on bad Jinja."""
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ModelError(f"the chat template does not parse: {error}") from None
+        self._tokens = tokens
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatTemplate | None:
+        """The template in a model's directory (chat_template.jinja, else tokenizer_config.json); None: it has none."""
+        config = _json(directory / "tokenizer_config.json")
+        source = _source(directory, config)
+        if source is None:
+            return None
+        tokens = {
+            name: token
+            for name, value in config.items()
+            if name.endswith("_token") and (token := _token_text(value)) is not None
+        }
+        return cls(source, tokens)
+
+    def render(self, messages: list[dict[str, Any]], kwargs: dict[str, Any] | None = None) -> str:
+        """The prompt, up to where the assistant's answer begins. `RequestError` where the template rejects the messages."""
+        try:
+            return self._template.render(
+                **self._tokens,
+                **(kwargs or {}),
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise RequestError(f"the chat template rejects these messages: {error}", param="messages") from None
+
+
+def _source(directory: Path, config: dict[str, Any]) -> str | None:
+    beside = directory / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    inside = config.get("chat_template")
+    if isinstance(inside, list):
+        return next((entry["template"] for entry in inside if entry.get("name") == "default"), None)
+    return inside
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    return content
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is its text, or an object that holds it as `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(value: object, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False) -> str:
+    """Plain JSON: Jinja's own filter escapes for HTML."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's tokens for training; here its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,277 @@
+"""From a request's bytes to a `Job`: everything that can be wrong without a device is a `RequestError` here."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from services.router.model import ServedModel
+from services.router.openai_types import NEUTRAL, ChatMessage, ChatRequest, Common, CompletionRequest
+from services.router.template import RESERVED
+from shared.errors import RequestError
+from shared.messages import Sampling
+
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKENS = 64
+
+R = TypeVar("R", bound=Common)
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One sound request, ready for a decoder."""
+
+    id: str
+    kind: Literal["chat", "completion"]
+    created: int
+    model: str
+    tokens: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stops: tuple[str, ...]
+    stop_token_ids: list[int]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The longest that fits: the model's positions, and what the pools of the instances that are there can hold."""
+
+    positions: int
+    pool_tokens: int | None = None
+    """Tokens of the largest decoder's pool. None: no decoder is known."""
+    prefill_tokens: int | None = None
+    """Tokens of the largest prefiller's pool. None: no prefiller is known."""
+
+
+def decode(body: bytes, kind: type[R]) -> R:
+    """The request in `body`, its types checked."""
+    try:
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+
+
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
+}
+
+
+def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
+    return _DECODERS[kind]
+
+
+_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def _explained(text: str) -> RequestError:
+    """msgspec's "Expected `float | null`, got `str` - at `$.temperature`" as an error that names the parameter."""
+    detail, _, path = text.partition(" - at `$")
+    where = re.sub(r"\[(\d+)\]", r".\1", path.rstrip("`")).lstrip(".").replace("[...]", ".*")
+    if match := re.fullmatch(r"Object contains unknown field `(.*)`", detail):
+        param = f"{where}.{match[1]}".lstrip(".")
+        return RequestError(f"{param}: no such parameter here", param=param, code="unknown_parameter")
+    if match := re.fullmatch(r"Object missing required field `(.*)`", detail):
+        param = f"{where}.{match[1]}".lstrip(".")
+        return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
+    if match := re.fullmatch(r"Expected `(.*)`, got `(.*)`", detail):
+        kinds = [_NAMES.get(kind, kind) for kind in match[1].split(" | ") if kind != "null"]
+        got = _NAMES.get(match[2], match[2])
+        detail = f"takes {' or '.join(kinds)}, not {got}"
+    return RequestError(f"{where or 'the body'}: {detail}", param=where or None, code="invalid_type")
+
+
+def chat_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """What the template gets: text content, `developer` as the `system` that templates know."""
+    if not messages:
+        raise RequestError("messages is empty: it takes at least one", param="messages", code="empty_array")
+    return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
+    if message.role in ("tool", "function"):
+        raise _unsupported(f"{where}.role", f"the role {message.role!r} is not supported: there are no tools")
+    for field in ("tool_calls", "function_call"):
+        if getattr(message, field):
+            raise _unsupported(f"{where}.{field}", f"{where}.{field} is not supported")
+    role = "system" if message.role == "developer" else message.role
+    rendered = {"role": role, "content": _content(message, where)}
+    return rendered if message.name is None else {**rendered, "name": message.name}
+
+
+def _content(message: ChatMessage, where: str) -> str:
+    if message.content is None:
+        raise RequestError(f"{where}.content is required", param=f"{where}.content", code="missing_required_parameter")
+    if isinstance(message.content, str):
+        return message.content
+    pieces = []
+    for i, part in enumerate(message.content):
+        at = f"{where}.content.{i}"
+        if part.type not in ("text", "input_text"):
+            raise _unsupported(f"{at}.type", f"content of type {part.type!r} is not supported: this model takes text")
+        if part.text is None:
+            raise RequestError(f"{at}.text is required", param=f"{at}.text", code="missing_required_parameter")
+        pieces.append(part.text)
+    return "".join(pieces)
+
+
+def template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
+    for name in request.chat_template_kwargs or {}:
+        if name in RESERVED or not name.isidentifier():
+            param = f"chat_template_kwargs.{name}"
+            raise RequestError(f"{param} cannot be set by a request", param=param)
+    return request.chat_template_kwargs
+
+
+def completion_prompt(prompt: str | list[Any], vocab_size: int) -> str | list[int]:
+    """The one prompt of a completion: text or token ids, alone or in a list."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if not prompt:
+        raise RequestError("prompt is empty", param="prompt", code="empty_string")
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt[0], str | list):
+        raise _unsupported("prompt", f"prompt: {len(prompt)} prompts in one request are not supported, only one is")
+    for token in prompt:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise RequestError(f"prompt: {token!r} is not a token id from 0 to {vocab_size - 1}", param="prompt")
+    return prompt
+
+
+def check(request: Common, model: ServedModel) -> None:
+    """What needs no tokens: the model's name, parameters' ranges, parameters that are not supported."""
+    if request.model != model.name:
+        message = f"the model {request.model!r} does not exist here; this is {model.name!r}"
+        raise RequestError(message, param="model", status=404, code="model_not_found")
+    for name, neutral in NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value is not None and not any(_same(value, allowed) for allowed in neutral):
+            raise _unsupported(name, f"{name}={_shown(value)} is not supported")
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        raise _unsupported("logprobs", "logprobs is not supported")
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only for stream=true", param="stream_options")
+    _check_ranges(request)
+    _check_stops(request, model)
+
+
+def _same(value: object, allowed: object) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _shown(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unsupported(param: str, message: str) -> RequestError:
+    return RequestError(message, param=param, code="unsupported_parameter")
+
+
+def _check_ranges(request: Common) -> None:
+    _range("temperature", request.temperature, 0, 2)
+    _range("top_p", request.top_p, 0, 1, above=True)
+    _range("min_p", request.min_p, 0, 1)
+    _range("top_k", request.top_k, -1, 2**31 - 1)
+    _range("seed", request.seed, -(2**63), 2**63 - 1)
+    _range("max_tokens", request.max_tokens, 1, 2**31 - 1)
+    _range("max_completion_tokens", request.max_completion_tokens, 1, 2**31 - 1)
+    if request.min_tokens and not request.ignore_eos:
+        raise _unsupported("min_tokens", "min_tokens is only supported with ignore_eos=true")
+
+
+def _range(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+    if value is not None and not (low < value <= high if above else low <= value <= high):
+        takes = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+        raise RequestError(f"{name}={value}: takes a number {takes}", param=name, code="invalid_value")
+
+
+def _check_stops(request: Common, model: ServedModel) -> None:
+    stops = stop_strings(request)
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop: takes at most {MAX_STOPS} strings, not {len(stops)}", param="stop")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        takes = f"strings of 1 to {MAX_STOP_CHARACTERS} characters"
+        raise RequestError(f"stop: takes {takes}", param="stop")
+    tokens = request.stop_token_ids or []
+    if len(tokens) > MAX_STOP_TOKENS or any(not 0 <= token < model.identity.vocab_size for token in tokens):
+        takes = f"at most {MAX_STOP_TOKENS} ids from 0 to {model.identity.vocab_size - 1}"
+        raise RequestError(f"stop_token_ids: takes {takes}", param="stop_token_ids")
+
+
+def stop_strings(request: Common) -> tuple[str, ...]:
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+
+
+def plan(request: Common, tokens: list[int], model: ServedModel, limits: Limits) -> Job:
+    """The job for a checked request whose prompt is `tokens`."""
+    chat = isinstance(request, ChatRequest)
+    options = request.stream_options
+    return Job(
+        id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+        kind="chat" if chat else "completion",
+        created=int(time.time()),
+        model=model.name,
+        tokens=tokens,
+        sampling=_sampling(request),
+        max_tokens=_max_tokens(request, len(tokens), limits, "messages" if chat else "prompt"),
+        stops=stop_strings(request),
+        stop_token_ids=[*(() if request.ignore_eos else model.eos_token_ids), *(request.stop_token_ids or ())],
+        stream=bool(request.stream),
+        include_usage=options is not None and bool(options.include_usage or options.continuous_usage_stats),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        return_token_ids=bool(request.return_token_ids),
+    )
+
+
+def _sampling(request: Common) -> Sampling:
+    seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
+    return Sampling(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=request.top_k if request.top_k is not None and request.top_k > 0 else None,
+        min_p=request.min_p or 0.0,
+        seed=seed,
+    )
+
+
+def _max_tokens(request: Common, prompt: int, limits: Limits, param: str) -> int:
+    """How many tokens the output may have: what was asked, or the rest of what fits."""
+    if prompt == 0:
+        raise RequestError("the prompt has no tokens", param=param, code="empty_string")
+    most, what = limits.positions, f"the model's context of {limits.positions} tokens"
+    if limits.pool_tokens is not None and limits.pool_tokens < most:
+        most, what = limits.pool_tokens, f"the KV pool of {limits.pool_tokens} tokens"
+    code = "context_length_exceeded"
+    if prompt + 1 > most:
+        raise RequestError(f"the prompt has {prompt} tokens: too long for {what}", param=param, code=code)
+    if limits.prefill_tokens is not None and prompt - 1 > limits.prefill_tokens:
+        message = f"the prompt has {prompt} tokens: too long for the prefill pool of {limits.prefill_tokens}"
+        raise RequestError(message, param=param, code=code)
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if asked is None:
+        return 16 if isinstance(request, CompletionRequest) else most - prompt
+    if prompt + asked > most:
+        message = f"{name}={asked} and a prompt of {prompt} tokens do not fit {what}; at most {most - prompt} do"
+        raise RequestError(message, param=name, code=code)
+    return asked
