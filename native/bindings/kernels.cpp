@@ -1,0 +1,258 @@
+// shared.models._kernels: the only file of the kernels that knows Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "context.h"
+#include "layer_counter.h"
+#include "linear.h"
+#include "paged.h"
+#include "sampling.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace kvmesh;
+
+template <class T>
+using Vector = nb::ndarray<T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<T, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+template <class M>
+int rows(const M& matrix) {
+    return static_cast<int>(matrix.shape(0));
+}
+
+template <class M>
+int columns(const M& matrix) {
+    return static_cast<int>(matrix.shape(1));
+}
+
+void fill(Linear& linear, int first, const Matrix<const float>& source) {
+    require(columns(source) == linear.inputs(), "source has another number of inputs");
+    nb::gil_scoped_release unlocked;
+    linear.fill(first, rows(source), source.data(), SourceType::f32);
+}
+
+void fill_half(Linear& linear, int first, const Matrix<const uint16_t>& source, const std::string& type) {
+    require(columns(source) == linear.inputs(), "source has another number of inputs");
+    require(type == "bfloat16" || type == "float16", "type: takes bfloat16 or float16");
+    nb::gil_scoped_release unlocked;
+    linear.fill(first, rows(source), source.data(), type == "bfloat16" ? SourceType::bf16 : SourceType::f16);
+}
+
+void run_linear(const Linear& linear, Context& context, const Matrix<const float>& x, const Matrix<float>& out,
+                bool add) {
+    require(columns(x) == linear.inputs() && columns(out) == linear.results() && rows(x) == rows(out),
+            "x is [rows, inputs], out is [rows, results]");
+    nb::gil_scoped_release unlocked;
+    linear.run(context, rows(x), x.data(), linear.inputs(), out.data(), linear.results(), add);
+}
+
+void embed(const Linear& linear, Context& context, const Vector<const int32_t>& tokens, const Matrix<float>& out) {
+    require(rows(out) == static_cast<int>(tokens.shape(0)) && columns(out) == linear.inputs(),
+            "out is [tokens, inputs]");
+    for (size_t i = 0; i < tokens.shape(0); ++i)
+        require(tokens.data()[i] >= 0 && tokens.data()[i] < linear.outputs(), "a token outside of the vocabulary");
+    nb::gil_scoped_release unlocked;
+    context.pool.run(static_cast<int64_t>(tokens.shape(0)),
+                     [&](int64_t i, int) { linear.row(tokens.data()[i], out.data() + i * linear.inputs()); });
+}
+
+void rms_norm(Context& context, const Matrix<const float>& x, const Vector<const float>& weight, float eps,
+              const Matrix<float>& out) {
+    int n = columns(x);
+    require(columns(out) == n && rows(out) == rows(x) && static_cast<int>(weight.shape(0)) == n, "shapes differ");
+    nb::gil_scoped_release unlocked;
+    constexpr int kShare = 16;
+    context.pool.run((rows(x) + kShare - 1) / kShare, [&](int64_t item, int) {
+        int end = std::min<int>(rows(x), (item + 1) * kShare);
+        for (int64_t i = item * kShare; i < end; ++i)
+            context.kernels.rms_norm(n, x.data() + i * n, weight.data(), eps, out.data() + i * n);
+    });
+}
+
+Cache make_cache(const nb::ndarray<uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>& memory, int layers,
+                 int pages, int heads, int page_size, int dim, const std::string& dtype) {
+    require(dtype == "float32" || dtype == "bfloat16", "dtype: takes float32 or bfloat16");
+    require(layers > 0 && pages > 0 && heads > 0 && page_size > 0 && dim > 0, "every size is at least 1");
+    CacheShape shape{layers, pages, heads, page_size, dim, dtype == "bfloat16"};
+    require(static_cast<int64_t>(memory.shape(0)) >= shape.total_bytes(), "memory is too small for this shape");
+    return Cache(reinterpret_cast<char*>(memory.data()), shape);
+}
+
+// The rotary embedding and head norms of a model; keeps its arrays alive.
+struct RotaryHolder {
+    Matrix<const float> table;
+    nb::object q_norm, k_norm;
+    Rotary rotary;
+};
+
+const float* optional_norm(const nb::object& norm, size_t dim) {
+    if (norm.is_none()) return nullptr;
+    auto array = nb::cast<Vector<const float>>(norm);
+    require(array.shape(0) == dim, "a head norm has head_dim weights");
+    return array.data();
+}
+
+void append_kv(const Cache& cache, Context& context, const Batch& batch, int layer, int query_heads,
+               const RotaryHolder& holder, const Matrix<float>& qkv) {
+    const CacheShape& shape = cache.shape;
+    require(layer >= 0 && layer < shape.layers, "no such layer");
+    require(columns(holder.table) == shape.dim, "the rotary table is for another head_dim");
+    require(rows(qkv) == batch.tokens() && columns(qkv) == (query_heads + 2 * shape.heads) * shape.dim,
+            "qkv is [tokens, (query_heads + 2 * kv_heads) * head_dim]");
+    nb::gil_scoped_release unlocked;
+    append(context, cache, batch, layer, query_heads, holder.rotary, qkv.data());
+}
+
+void attend_kv(const Cache& cache, Context& context, const Batch& batch, int layer, int query_heads, float scale,
+               const Matrix<const float>& qkv, const Matrix<float>& out) {
+    const CacheShape& shape = cache.shape;
+    require(layer >= 0 && layer < shape.layers, "no such layer");
+    require(query_heads > 0 && query_heads % shape.heads == 0, "query_heads is a multiple of the KV heads");
+    require(rows(qkv) == batch.tokens() && columns(qkv) == (query_heads + 2 * shape.heads) * shape.dim,
+            "qkv is [tokens, (query_heads + 2 * kv_heads) * head_dim]");
+    require(rows(out) == batch.tokens() && columns(out) == query_heads * shape.dim,
+            "out is [tokens, query_heads * head_dim]");
+    nb::gil_scoped_release unlocked;
+    attend(context, cache, batch, layer, query_heads, scale, qkv.data(), out.data());
+}
+
+void sample_rows(Context& context, const Matrix<const float>& logits, const Matrix<const double>& draws,
+                 const Vector<int32_t>& out) {
+    require(columns(draws) == 5 && rows(draws) == rows(logits) && static_cast<int>(out.shape(0)) == rows(logits),
+            "draws is [rows, 5]: temperature, top_p, min_p, top_k, uniform");
+    nb::gil_scoped_release unlocked;
+    context.pool.run(rows(logits), [&](int64_t i, int thread) {
+        const double* d = draws.data() + i * 5;
+        Draw draw{static_cast<float>(d[0]), static_cast<float>(d[1]), static_cast<float>(d[2]), static_cast<int>(d[3]),
+                  d[4]};
+        out.data()[i] = sample(context.kernels, columns(logits), logits.data() + i * columns(logits), draw,
+                               context.per_thread[thread].scratch);
+    });
+}
+
+// The layer counter of one executor; keeps its memory alive.
+struct LayerCounter {
+    Vector<uint64_t> word;
+};
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+    m.doc() = "CPU kernels: packed linears, paged attention, sampling. Arrays are C-contiguous NumPy arrays.";
+
+    nb::class_<Context>(m, "Context",
+                        "Threads, the instruction set in use, and scratch memory. Used by one thread at a time.")
+        .def(
+            "__init__",
+            [](Context* self, int threads, const std::string& isa) { new (self) Context(threads, parse_isa(isa)); },
+            "threads"_a, "isa"_a = "auto")
+        .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
+        .def_prop_ro("isa", [](const Context& c) { return std::string(isa_name(c.isa)); });
+
+    nb::class_<Linear>(m, "Linear",
+                       "A packed matrix of weights [outputs, inputs]; gated: silu(gate) * up of its two halves.")
+        .def(
+            "__init__",
+            [](Linear* self, int outputs, int inputs, const std::string& dtype, bool gated) {
+                require(dtype == "float32" || dtype == "bfloat16", "dtype: takes float32 or bfloat16");
+                new (self) Linear(outputs, inputs, dtype == "float32" ? WeightType::f32 : WeightType::bf16, gated);
+            },
+            "outputs"_a, "inputs"_a, "dtype"_a, nb::kw_only(), "gated"_a = false)
+        .def("fill", &fill, "first"_a, "source"_a, "Rows first.. of the matrix from float32 [rows, inputs].")
+        .def("fill_half", &fill_half, "first"_a, "source"_a, "type"_a, "The same from raw bfloat16 or float16.")
+        .def(
+            "fill_bias",
+            [](Linear& self, int first, const Vector<const float>& source) {
+                self.fill_bias(first, static_cast<int>(source.shape(0)), source.data());
+            },
+            "first"_a, "source"_a)
+        .def("run", &run_linear, "context"_a, "x"_a, "out"_a, nb::kw_only(), "add"_a = false,
+             "out = W x + b, or out += W x + b.")
+        .def("embed", &embed, "context"_a, "tokens"_a, "out"_a, "Rows `tokens` of the matrix.")
+        .def_prop_ro("outputs", &Linear::outputs)
+        .def_prop_ro("inputs", &Linear::inputs)
+        .def_prop_ro("results", &Linear::results)
+        .def_prop_ro("bytes", &Linear::bytes);
+
+    nb::class_<Batch>(m, "Batch", "The rows of one step, checked against the cache.")
+        .def(
+            "__init__",
+            [](Batch* self, const Cache& cache, std::vector<int32_t> counts, std::vector<int32_t> starts,
+               const Vector<const int32_t>& tables, std::vector<int32_t> table_begins) {
+                new (self) Batch(cache, std::move(counts), std::move(starts),
+                                 std::vector<int32_t>(tables.data(), tables.data() + tables.shape(0)),
+                                 std::move(table_begins));
+            },
+            "cache"_a, "counts"_a, "starts"_a, "tables"_a, "table_begins"_a)
+        .def_prop_ro("tokens", &Batch::tokens);
+
+    nb::class_<RotaryHolder>(m, "Rotary",
+                             "Rotary table [positions, head_dim] (cosines, sines) and optional head norms.")
+        .def(
+            "__init__",
+            [](RotaryHolder* self, const Matrix<const float>& table, nb::object q_norm, nb::object k_norm, float eps) {
+                size_t dim = table.shape(1);
+                require(dim % 2 == 0, "head_dim is even");
+                Rotary rotary{table.data(), rows(table), optional_norm(q_norm, dim), optional_norm(k_norm, dim), eps};
+                new (self) RotaryHolder{table, std::move(q_norm), std::move(k_norm), rotary};
+            },
+            "table"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a);
+
+    nb::class_<Cache>(m, "Cache", "A view of paged KV memory [layer][page][k/v][head][token][dim].")
+        .def(
+            "__init__",
+            [](Cache* self, const nb::ndarray<uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>& memory,
+               int layers, int pages, int heads, int page_size, int dim, const std::string& dtype) {
+                new (self) Cache(make_cache(memory, layers, pages, heads, page_size, dim, dtype));
+            },
+            nb::keep_alive<1, 2>(), "memory"_a, "layers"_a, "pages"_a, "heads"_a, "page_size"_a, "dim"_a, "dtype"_a)
+        .def("append", &append_kv, "context"_a, "batch"_a, "layer"_a, "query_heads"_a, "rotary"_a, "qkv"_a,
+             "Norm and rotate q and k in place; write k and v into the pages.")
+        .def("attend", &attend_kv, "context"_a, "batch"_a, "layer"_a, "query_heads"_a, "scale"_a, "qkv"_a, "out"_a,
+             "Causal attention of every token over its row's pages.");
+
+    nb::class_<LayerCounter>(m, "LayerCounter", "The 64-bit layer counter in shared memory.")
+        .def(
+            "__init__",
+            [](LayerCounter* self, const Vector<uint64_t>& word) {
+                require(word.shape(0) >= 1, "word holds the counter");
+                new (self) LayerCounter{word};
+            },
+            "word"_a)
+        .def("advance", [](LayerCounter& self) { return advance(self.word.data()); })
+        .def_prop_ro("value", [](const LayerCounter& self) { return read_counter(self.word.data()); });
+
+    m.def("rms_norm", &rms_norm, "context"_a, "x"_a, "weight"_a, "eps"_a, "out"_a);
+    m.def("sample", &sample_rows, "context"_a, "logits"_a, "draws"_a, "out"_a,
+          "One token a row. draws [rows, 5]: temperature, top_p, min_p, top_k, uniform. -1 where no logit is finite.");
+    m.def("philox_uniform", &philox_uniform, "seed"_a, "position"_a);
+    m.def(
+        "philox",
+        [](uint32_t k0, uint32_t k1, std::vector<uint32_t> counter) {
+            require(counter.size() == 4, "counter has 4 words");
+            uint32_t key[2] = {k0, k1};
+            std::vector<uint32_t> out(4);
+            philox(key, counter.data(), out.data());
+            return out;
+        },
+        "k0"_a, "k1"_a, "counter"_a);
+    m.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (Isa isa : {Isa::avx512, Isa::avx2, Isa::generic})
+            if (has_isa(isa)) names.emplace_back(isa_name(isa));
+        return names;
+    });
+}

@@ -1,0 +1,2 @@
+#define KVMESH_ISA avx512
+#include "isa_table.h"

@@ -1,0 +1,2 @@
+#define KVMESH_ISA generic
+#include "isa_table.h"

@@ -1,0 +1,12 @@
+// The 64-bit layer counter in shared memory: see shared/engine/counter.py for the contract.
+#pragma once
+
+#include <cstdint>
+
+namespace kvmesh {
+
+// Adds 1 with release order, then wakes every waiter of the shared futex on the low half. `word` is 8-byte aligned.
+uint64_t advance(uint64_t* word);
+uint64_t read_counter(const uint64_t* word);
+
+}  // namespace kvmesh

@@ -1,0 +1,223 @@
+"""An executor process, seen from an instance's main process. Imports no torch and no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import msgspec
+
+from shared.engine import frames
+from shared.engine.counter import create_counter
+from shared.engine.process import ChildProcess
+from shared.engine.protocol import FromExecutor, Start, Started, StartFailed, Step, StepDone, StepError, Stop
+from shared.errors import EngineError, ExecutorDied, ModelError, StepFailed, StepTimeout
+from shared.kv.region import KvRegion
+from shared.layout import KvLayout
+
+_decoder = msgspec.msgpack.Decoder(FromExecutor)
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an executor runs. `model`: a directory, already resolved. `threads`: CPU threads of its kernels."""
+
+    model: str
+    layout: KvLayout
+    num_pages: int
+    threads: int = 1
+    weights_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    purpose: Literal["prefill", "decode", "mixed"] = "mixed"
+    load_timeout_s: float = 300.0
+    stop_grace_s: float = 2.0
+
+
+class Executor:
+    """A loaded executor; made by `Executor.start` alone. Runs one step at a time.
+
+    After `StepTimeout`, `ExecutorDied` or `close` every further step raises `ExecutorDied`.
+    """
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        self.config = config
+        self._region = KvRegion(config.layout.region_bytes(config.num_pages))
+        self._counter_fd = create_counter()
+        self._process: ChildProcess | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._started: Started | None = None
+        self._reply: asyncio.Task[StepDone | StepError] | None = None
+        self._running = False
+        self._closed = False
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, config: ExecutorConfig) -> AsyncIterator[Executor]:
+        """Regions, process, loaded model; closed on leaving. Raises `ModelError` with the executor's words where the
+        model cannot be loaded, `ExecutorDied` where it ends, `EngineError` where it is not ready in `load_timeout_s`."""
+        executor = cls(config)
+        try:
+            await executor._spawn()
+            await executor._load()
+            yield executor
+        finally:
+            await asyncio.shield(asyncio.ensure_future(executor.close()))
+
+    @property
+    def kv_fd(self) -> int:
+        """The KV region's memfd, `kv_bytes` long; owned by this object, open until `close`."""
+        return self._region.fd
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._region.nbytes
+
+    @property
+    def counter_fd(self) -> int:
+        """The layer counter's memfd (`shared.engine.counter`); owned by this object, open until `close`."""
+        return self._counter_fd
+
+    @property
+    def started(self) -> Started:
+        if self._started is None:
+            raise EngineError("the executor has not started")
+        return self._started
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def exited(self) -> int:
+        """The exit status of the process, as soon as it has ended, for whatever reason."""
+        return await self._child.exited()
+
+    async def step(self, step: Step, timeout_s: float) -> StepDone:
+        """Run one step. Raises `StepFailed` (the executor goes on), `StepTimeout` (the executor is killed then: what it
+        still writes could not be told from later steps), `ExecutorDied`, or `EngineError` where a step runs already.
+
+        Cancelling it does not stop the step: the next call waits first, in its own time, for that answer, and drops it.
+        """
+        if self._running:
+            raise EngineError(f"step {step.step} while another one runs")
+        self._running = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drop_cancelled()
+                reply = await self._exchange(step)
+        except TimeoutError:
+            self._child.kill()
+            raise StepTimeout(step.step, timeout_s) from None
+        finally:
+            self._running = False
+        if isinstance(reply, StepError):
+            raise StepFailed(reply.step, reply.detail)
+        return reply
+
+    async def close(self) -> None:
+        """Stop the process, by force where it does not stop by itself, and close what this object owns. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._process is not None:
+                await self._stop(self._process)
+        finally:
+            self._region.close()
+            os.close(self._counter_fd)
+
+    @property
+    def _child(self) -> ChildProcess:
+        if self._process is None:
+            raise EngineError("the executor has not started")
+        return self._process
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "shared.engine.executor", "--fd", str(theirs.fileno())]
+            environ = dict(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            fds = (theirs.fileno(), self.kv_fd, self.counter_fd)
+            try:
+                self._process = ChildProcess([*command, "--parent", str(os.getpid())], pass_fds=fds, environ=environ)
+                self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+
+    async def _load(self) -> None:
+        c = self.config
+        start = Start(
+            model=c.model,
+            weights_dtype=c.weights_dtype,
+            layout=c.layout,
+            num_pages=c.num_pages,
+            threads=c.threads,
+            purpose=c.purpose,
+            kv_fd=self.kv_fd,
+            counter_fd=self.counter_fd,
+        )
+        try:
+            async with asyncio.timeout(c.load_timeout_s):
+                await self._send(start)
+                answer = await self._receive()
+        except TimeoutError:
+            raise EngineError(f"the executor was not ready within {c.load_timeout_s:g} s") from None
+        if isinstance(answer, StartFailed):
+            raise ModelError(answer.detail)
+        if not isinstance(answer, Started):
+            raise EngineError(f"the executor answered its start with {answer!r}")
+        self._started = answer
+
+    async def _exchange(self, step: Step) -> StepDone | StepError:
+        await self._send(step)
+        self._reply = asyncio.ensure_future(self._receive_reply(step.step))
+        reply = await asyncio.shield(self._reply)
+        self._reply = None
+        return reply
+
+    async def _drop_cancelled(self) -> None:
+        if self._reply is not None:
+            await asyncio.shield(self._reply)
+            self._reply = None
+
+    async def _receive_reply(self, number: int) -> StepDone | StepError:
+        answer = await self._receive()
+        if not isinstance(answer, StepDone | StepError) or answer.step != number:
+            raise EngineError(f"the executor answered step {number} with {answer!r}")
+        return answer
+
+    async def _send(self, message: Start | Step | Stop) -> None:
+        if self._writer is None or self._closed:
+            raise ExecutorDied(self._child.status, "closed")
+        try:
+            self._writer.write(frames.pack(message))
+            await self._writer.drain()
+        except (ConnectionError, RuntimeError):
+            raise await self._death() from None
+
+    async def _receive(self) -> FromExecutor:
+        if self._reader is None:
+            raise EngineError("the executor has not started")
+        try:
+            header = await self._reader.readexactly(frames.HEADER_BYTES)
+            return _decoder.decode(await self._reader.readexactly(frames.body_bytes(header)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise await self._death() from None
+
+    async def _death(self) -> ExecutorDied:
+        """Its connection is gone, so the process has ended or is about to."""
+        return ExecutorDied(await self._child.end(self.config.stop_grace_s))
+
+    async def _stop(self, process: ChildProcess) -> None:
+        if self._writer is not None:
+            if process.status is None and self._reply is None:
+                self._writer.write(frames.pack(Stop()))
+            self._writer.close()
+        await process.end(self.config.stop_grace_s)
+        if self._reply is not None:
+            self._reply.cancel()
+            await asyncio.gather(self._reply, return_exceptions=True)

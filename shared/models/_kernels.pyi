@@ -1,0 +1,107 @@
+"""CPU kernels: packed linears, paged attention, sampling. Arrays are C-contiguous NumPy arrays."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Context:
+    """Threads, the instruction set in use, and scratch memory. Used by one thread at a time."""
+
+    def __init__(self, threads: int, isa: str = "auto") -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+
+class Linear:
+    """A packed matrix of weights [outputs, inputs]; gated: silu(gate) * up of its two halves."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: str, *, gated: bool = False) -> None: ...
+    def fill(self, first: int, source: NDArray[np.float32]) -> None:
+        """Rows first.. of the matrix from float32 [rows, inputs]."""
+
+    def fill_half(self, first: int, source: NDArray[np.uint16], type: str) -> None:
+        """The same from raw bfloat16 or float16."""
+
+    def fill_bias(self, first: int, source: NDArray[np.float32]) -> None: ...
+    def run(self, context: Context, x: NDArray[np.float32], out: NDArray[np.float32], *, add: bool = False) -> None:
+        """out = W x + b, or out += W x + b."""
+
+    def embed(self, context: Context, tokens: NDArray[np.int32], out: NDArray[np.float32]) -> None:
+        """Rows `tokens` of the matrix."""
+
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def inputs(self) -> int: ...
+    @property
+    def results(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Batch:
+    """The rows of one step, checked against the cache."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        counts: Sequence[int],
+        starts: Sequence[int],
+        tables: NDArray[np.int32],
+        table_begins: Sequence[int],
+    ) -> None: ...
+    @property
+    def tokens(self) -> int: ...
+
+class Rotary:
+    """Rotary table [positions, head_dim] (cosines, sines) and optional head norms."""
+
+    def __init__(
+        self,
+        table: NDArray[np.float32],
+        q_norm: NDArray[np.float32] | None,
+        k_norm: NDArray[np.float32] | None,
+        eps: float,
+    ) -> None: ...
+
+class Cache:
+    """A view of paged KV memory [layer][page][k/v][head][token][dim]."""
+
+    def __init__(
+        self, memory: NDArray[np.uint8], layers: int, pages: int, heads: int, page_size: int, dim: int, dtype: str
+    ) -> None: ...
+    def append(
+        self, context: Context, batch: Batch, layer: int, query_heads: int, rotary: Rotary, qkv: NDArray[np.float32]
+    ) -> None:
+        """Norm and rotate q and k in place; write k and v into the pages."""
+
+    def attend(
+        self,
+        context: Context,
+        batch: Batch,
+        layer: int,
+        query_heads: int,
+        scale: float,
+        qkv: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> None:
+        """Causal attention of every token over its row's pages."""
+
+class LayerCounter:
+    """The 64-bit layer counter in shared memory."""
+
+    def __init__(self, word: NDArray[np.uint64]) -> None: ...
+    def advance(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+
+def rms_norm(
+    context: Context, x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]
+) -> None: ...
+def sample(context: Context, logits: NDArray[np.float32], draws: NDArray[np.float64], out: NDArray[np.int32]) -> None:
+    """One token a row. draws [rows, 5]: temperature, top_p, min_p, top_k, uniform. -1 where no logit is finite."""
+
+def philox_uniform(seed: int, position: int) -> float: ...
+def philox(k0: int, k1: int, counter: Sequence[int]) -> list[int]: ...
+def instruction_sets() -> list[str]: ...

@@ -1,0 +1,95 @@
+"""A model that is loaded and runs steps over a KV region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shared.layout import KvLayout
+from shared.models import _kernels
+from shared.models.attention import BatchRow
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig, WeightsDtype, load_config
+from shared.models.cpu import CpuAttention, CpuCache, Floats, Workspace
+from shared.models.loader import Loader
+from shared.models.sampling import sample
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`purpose` "prefill": the model never samples, and a head that is not tied to the embedding is not loaded.
+    `isa`: "auto", or an instruction set that must be used."""
+
+    weights_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads: int = 1
+    purpose: Literal["prefill", "decode", "mixed"] = "mixed"
+    isa: str = "auto"
+
+
+class Model:
+    """Weights and attention over one KV region. Used by one thread at a time; keeps nothing of a request."""
+
+    def __init__(
+        self, directory: Path, options: ModelOptions, layout: KvLayout, num_pages: int, kv: npt.NDArray[np.uint8]
+    ) -> None:
+        """`kv`: the region's bytes. Raises `ModelError` for a directory that cannot be loaded, `ValueError` for a layout
+        that is not this model's."""
+        self.config = load_config(directory)
+        _check_layout(self.config, layout)
+        dtype: WeightsDtype = self.config.dtype if options.weights_dtype == "auto" else options.weights_dtype
+        self._context = _kernels.Context(options.threads, options.isa)
+        self._workspace = Workspace()
+        loader = Loader(self.config, Checkpoint(directory), self._context, self._workspace, dtype)
+        self._embedding = loader.embedding()
+        self._network = loader.network(self._embedding, with_head=options.purpose != "prefill")
+        cache = CpuCache(layout, num_pages, kv)
+        self._attention = CpuAttention(self._context, self._workspace, self.config, cache, loader.head_norms())
+        self.weights_bytes = loader.weights_bytes
+
+    @property
+    def attention_name(self) -> str:
+        return self._attention.name
+
+    def step(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> list[int | None]:
+        """One forward over `rows`: their K and V are written, and a token is drawn for each row that asks for one.
+
+        `after_attention` is called once a layer. Raises `ValueError` for rows that are not sound, before anything is
+        written. Other rows never change what a row gets, not by a bit.
+        """
+        wanted = [i for i, row in enumerate(rows) if row.sample is not None]
+        x = self._forward(rows, after_attention, fill_only=not wanted)
+        sampled: list[int | None] = [None] * len(rows)
+        if wanted:
+            ends = np.cumsum([len(row.tokens) for row in rows])
+            logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
+            samplings = [row.sample for row in rows if row.sample is not None]
+            positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
+            for i, token in zip(wanted, sample(self._context, logits, samplings, positions), strict=True):
+                sampled[i] = token
+        return sampled
+
+    def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
+        """`[tokens, vocab]`: the logits after every token of the rows. For tests and scoring: it takes much memory."""
+        return self._network.logits(self._forward(rows, None, fill_only=False)).copy()
+
+    def _forward(
+        self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None, *, fill_only: bool
+    ) -> Floats:
+        tokens = np.array([token for row in rows for token in row.tokens], np.int64)
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.config.vocab_size):
+            raise ValueError(f"a token outside of 0 .. {self.config.vocab_size - 1}")
+        self._attention.plan(rows)
+        x = self._workspace.floats("hidden", tokens.size, self.config.hidden)
+        self._embedding.embed(self._context, tokens.astype(np.int32), x)
+        self._network.run(x, self._attention, after_attention, fill_only=fill_only)
+        return x
+
+
+def _check_layout(config: ModelConfig, layout: KvLayout) -> None:
+    expected = config.layout(page_size=layout.page_size, dtype=layout.dtype)
+    if layout != expected:
+        raise ValueError(f"the layout is {layout}, the model's is {expected}")

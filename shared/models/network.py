@@ -1,0 +1,87 @@
+"""The decoder-only transformer that Llama and Qwen3 share, over modules that a device provides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from shared.models.attention import Attention
+
+A = TypeVar("A")
+
+
+class Norm(Protocol[A]):
+    def __call__(self, x: A) -> A:
+        """RMS norm of each row. The result is valid until the next call of any norm."""
+        ...
+
+
+class Projection(Protocol[A]):
+    def __call__(self, x: A) -> A:
+        """W x + b for each row. The result is valid until the next call of this projection."""
+        ...
+
+    def add(self, x: A, residual: A) -> None:
+        """residual += W x + b, in place."""
+        ...
+
+
+class Block(Generic[A]):
+    """One layer. `gate_up` is the fused SwiGLU: silu(gate x) * (up x). q, k and v are one projection."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: Norm[A],
+        qkv: Projection[A],
+        out: Projection[A],
+        mlp_norm: Norm[A],
+        gate_up: Projection[A],
+        down: Projection[A],
+    ) -> None:
+        self.attention_norm, self.qkv, self.out = attention_norm, qkv, out
+        self.mlp_norm, self.gate_up, self.down = mlp_norm, gate_up, down
+
+    def keep(self, layer: int, x: A, attention: Attention[A]) -> A:
+        """K and V of x's tokens into the cache; returns the rotated q, k, v."""
+        qkv = self.qkv(self.attention_norm(x))
+        attention.append(layer, qkv)
+        return qkv
+
+    def attend(self, layer: int, x: A, qkv: A, attention: Attention[A]) -> None:
+        self.out.add(attention.attend(layer, qkv), x)
+
+    def feed_forward(self, x: A) -> None:
+        self.down.add(self.gate_up(self.mlp_norm(x)), x)
+
+
+class Network(Generic[A]):
+    """`blocks` between the embedding, which the caller does, and the final norm and head."""
+
+    def __init__(self, blocks: Sequence[Block[A]], norm: Norm[A], head: Projection[A] | None) -> None:
+        """`head` None: a network that only fills the cache."""
+        self.blocks, self.norm, self.head = blocks, norm, head
+
+    def run(
+        self, x: A, attention: Attention[A], after_attention: Callable[[], None] | None, *, fill_only: bool
+    ) -> None:
+        """x, the embedded tokens of the rows that `attention` was planned for, becomes the last hidden states, in place.
+
+        `after_attention` is called once a layer, when the layer's K and V are in the cache. `fill_only`: only the cache
+        is wanted, and x is left undefined: the last layer ends with its K and V.
+        """
+        for layer, block in enumerate(self.blocks):
+            qkv = block.keep(layer, x, attention)
+            last = fill_only and layer + 1 == len(self.blocks)
+            if not last:
+                block.attend(layer, x, qkv, attention)
+            if after_attention is not None:
+                after_attention()
+            if not last:
+                block.feed_forward(x)
+
+    def logits(self, x: A) -> A:
+        """`[rows, vocab]` of hidden states `[rows, hidden]`; valid until the next call."""
+        if self.head is None:
+            raise ValueError("this network was loaded without its output head")
+        return self.head(self.norm(x))
