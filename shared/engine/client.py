@@ -37,7 +37,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executor:
-    """A loaded executor; made by `Executor.start` alone. Runs one step at a time.
+    """A loaded executor, a `shared.engine.interface.StepRunner`; made by `Executor.start` alone. One step at a time.
 
     After `StepTimeout`, `ExecutorDied` or `close` every further step raises `ExecutorDied`.
     """
@@ -95,7 +95,11 @@ class Executor:
         """The exit status of the process, as soon as it has ended, for whatever reason."""
         return await self._child.exited()
 
-    async def step(self, step: Step, timeout_s: float) -> StepDone:
+    async def died(self) -> None:
+        """Raises `ExecutorDied` as soon as the process has ended, for whatever reason; never returns."""
+        raise ExecutorDied(await self._child.exited())
+
+    async def step(self, step: Step, *, timeout_s: float) -> StepDone:
         """Run one step. Raises `StepFailed` (the executor goes on), `StepTimeout` (the executor is killed then: what it
         still writes could not be told from later steps), `ExecutorDied`, or `EngineError` where a step runs already.
 
