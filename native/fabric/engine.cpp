@@ -282,6 +282,12 @@ void Engine::shut_down() {
     regions_.clear();
 }
 
+void Engine::settle() {
+    call([this] {
+        for (auto& [id, lane] : lanes_) lane->settle(immediates_, stats_, ended_);
+    });
+}
+
 Stats Engine::stats() {
     return call([this] { return stats_; });
 }

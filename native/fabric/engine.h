@@ -79,6 +79,9 @@ class Engine {
     void cancel(uint64_t transfer);
     void cancel(std::vector<TransferPtr> transfers);
 
+    // Returns when every immediate that has arrived by now is in the table.
+    void settle();
+
     // A snapshot.
     Stats stats();
 

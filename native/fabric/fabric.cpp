@@ -101,6 +101,9 @@ uint64_t Fabric::fence(uint64_t identity) {
 
 uint64_t Fabric::expect(uint32_t immediate, uint64_t count) {
     require_usable();
+    // The last writes of its earlier use have completed, but their immediates may still be on the way from the completion
+    // queue to the table, where they must not be counted for this use.
+    if (immediates_->closed(immediate)) engine_->settle();
     uint64_t token = next_token_++;
     immediates_->arm(immediate, count, token);
     return token;

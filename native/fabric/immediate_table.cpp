@@ -23,6 +23,12 @@ void ImmediateTable::arm(uint32_t immediate, uint64_t count, uint64_t token) {
     if (entry.arrived >= entry.expected) complete(entry);
 }
 
+bool ImmediateTable::closed(uint32_t immediate) const {
+    std::lock_guard lock(mutex_);
+    auto found = entries_.find(immediate);
+    return found != entries_.end() && found->second.state == State::closed;
+}
+
 void ImmediateTable::disarm(uint32_t immediate, uint64_t token) {
     std::lock_guard lock(mutex_);
     auto found = entries_.find(immediate);

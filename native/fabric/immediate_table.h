@@ -21,6 +21,9 @@ class ImmediateTable {
 
     // Any thread. `count` 0 completes at once. Throws SetupError when it is armed already.
     void arm(uint32_t immediate, uint64_t count, uint64_t token);
+    // Whether it was armed before and arrivals with it are dropped now.
+    bool closed(uint32_t immediate) const;
+
     // Any thread. Does nothing unless it is armed under `token`.
     void disarm(uint32_t immediate, uint64_t token);
 

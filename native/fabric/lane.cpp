@@ -89,8 +89,15 @@ bool Lane::progress(ImmediateTable& immediates, Stats& stats, std::vector<Transf
     bool moved = read(immediates, stats, ended);
     if (!fault_) moved = post(stats, ended) || moved;
     // Once for the whole batch: it answers the peer's writes, and announces ours.
-    if (moved && doorbell_ && !peer_doorbell_.empty()) doorbell_->ring(peer_doorbell_);
+    // A post that found no room rings too: the peer makes room, and with some providers answers the first contact.
+    if ((moved || blocked_) && doorbell_ && !peer_doorbell_.empty()) doorbell_->ring(peer_doorbell_);
     return moved;
+}
+
+void Lane::settle(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
+    // More than the queue holds was not there at the start.
+    for (size_t taken = 0; taken < 2 * kQueueEntries; taken += kReadBatch * kReadRounds)
+        if (!read(immediates, stats, ended)) return;
 }
 
 bool Lane::read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
@@ -193,17 +200,19 @@ long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write
     iovec local{write.source, plan.page_bytes};
     void* descriptor = plan.source->local_descriptor();
     fi_rma_iov remote{write.target, plan.page_bytes, plan.target.nics.front().key};
+    // An immediate alone names no memory, so that no key is needed and no range can be wrong.
+    size_t pieces = plan.page_bytes > 0 ? 1 : 0;
     fi_msg_rma message{};
     message.msg_iov = &local;
     message.desc = &descriptor;
-    message.iov_count = 1;
+    message.iov_count = pieces;
     message.addr = peer_;
     message.rma_iov = &remote;
-    message.rma_iov_count = 1;
+    message.rma_iov_count = pieces;
     message.context = &slot.context;
     message.data = plan.immediate;
     return fi_writemsg(endpoint_object_.get(), &message,
-                       FI_REMOTE_CQ_DATA | FI_COMPLETION | nic_.provider().completion_flags);
+                       FI_REMOTE_CQ_DATA | FI_COMPLETION | nic_.provider().completion_flags(plan.page_bytes));
 }
 
 Lane::Slot* Lane::slot_of(void* context) {

@@ -48,6 +48,9 @@ class Lane {
     // Reads completions and posts up to the window. Appends transfers that ended. True when anything moved.
     bool progress(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended);
 
+    // Reads whatever is in the completion queue now.
+    void settle(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended);
+
     uint32_t outstanding() const { return outstanding_; }
     // The last post was refused for lack of room: try again soon, nobody wakes us.
     bool blocked() const { return blocked_; }

@@ -19,8 +19,8 @@ struct Provider {
     std::string libfabric_name;
     // The provider's completion queues have no file descriptor that wakes a sleeper at no cost: peers ring a doorbell.
     bool doorbell = false;
-    // Completion flags of a write: at the default level TCP reports writes that the target later refuses.
-    uint64_t completion_flags = 0;
+    // When a write of that length counts as complete: at the default level TCP reports writes that the target refuses later.
+    uint64_t completion_flags(uint64_t length) const;
 
     // Throws SetupError for a name that is none of the above.
     static Provider named(const std::string& name);
