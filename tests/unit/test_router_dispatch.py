@@ -1,0 +1,215 @@
+"""Pairing: least predicted time to first token, room first, equals in turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router import dispatch
+from services.router.dispatch import Need, NoPair, NoRoom, Pair, choose
+from services.router.registry import Instance
+from shared.messages import Load
+from tests.fake_mesh import LAYOUT, announcement
+
+
+def decoder(name: str = "d0", *, free: int = 1000, max_batch: int = 8, layout: Any = LAYOUT, **load: Any) -> Instance:
+    full = Load(free_pages=free, total_pages=1000, **load)
+    return Instance(announcement("decode", name, max_batch=max_batch, load=full, layout=layout), 0.0)
+
+
+def prefiller(name: str = "p0", *, max_batch: int = 64, layout: Any = LAYOUT, **load: Any) -> Instance:
+    full = Load(free_pages=1000, total_pages=1000, **load)
+    return Instance(announcement("prefill", name, max_batch=max_batch, load=full, layout=layout), 0.0)
+
+
+def pick(
+    decoders: list[Instance], prefillers: list[Instance], tokens: int = 100, now: float = 0.0
+) -> tuple[str, str | None]:
+    choice = choose(decoders, prefillers, Need(tokens), now)
+    assert isinstance(choice, Pair), choice
+    return choice.decoder.ref.name, None if choice.prefiller is None else choice.prefiller.ref.name
+
+
+class Turns:
+    """Chooses and reserves as the relay does."""
+
+    def __init__(self, decoders: list[Instance], prefillers: list[Instance]) -> None:
+        self.decoders, self.prefillers, self.turn = decoders, prefillers, 0
+
+    def next(self, tokens: int = 100) -> Pair | NoRoom | NoPair:
+        choice = choose(self.decoders, self.prefillers, Need(tokens), 0.0)
+        if isinstance(choice, Pair):
+            self.turn += 1
+            dispatch.reserve(choice, f"a{self.turn}", tokens, self.turn)
+        return choice
+
+
+def test_the_shorter_queue_of_prompt_tokens_wins() -> None:
+    busy = prefiller("busy", queued_prefill_tokens=4000, prefill_tokens_per_s=1000.0)
+    idle = prefiller("idle", queued_prefill_tokens=100, prefill_tokens_per_s=1000.0)
+    assert pick([decoder()], [busy, idle]) == ("d0", "idle")
+
+
+def test_a_fast_prefiller_with_a_longer_queue_can_be_sooner() -> None:
+    fast = prefiller("fast", queued_prefill_tokens=4000, prefill_tokens_per_s=10000.0)
+    slow = prefiller("slow", queued_prefill_tokens=1000, prefill_tokens_per_s=1000.0)
+    assert pick([decoder()], [slow, fast])[1] == "fast"
+
+
+def test_the_length_of_the_prompt_itself_counts() -> None:
+    """A short prompt goes where the queue is short, a long one where speed is."""
+    fast = prefiller("fast", queued_prefill_tokens=2000, prefill_tokens_per_s=10000.0)
+    slow = prefiller("slow", prefill_tokens_per_s=1000.0)
+    assert pick([decoder()], [fast, slow], tokens=50)[1] == "slow"
+    assert pick([decoder()], [fast, slow], tokens=5000)[1] == "fast"
+
+
+def test_a_queue_shrinks_between_heartbeats() -> None:
+    old = prefiller("old", queued_prefill_tokens=1000, prefill_tokens_per_s=1000.0)
+    new = prefiller("new", queued_prefill_tokens=500, prefill_tokens_per_s=1000.0)
+    new.heard_at = 1.0
+    assert pick([decoder()], [old, new], now=1.0)[1] == "old"
+
+
+def test_the_decoder_with_the_shorter_step_and_the_emptier_batch_wins() -> None:
+    assert pick([decoder("slow", step_s=0.2), decoder("fast", step_s=0.02)], [prefiller()])[0] == "fast"
+    assert pick([decoder("full", step_s=0.1, running=7), decoder("empty", step_s=0.1)], [prefiller()])[0] == "empty"
+
+
+def test_a_place_in_a_full_batch_costs_a_wait() -> None:
+    full = decoder("full", step_s=0.01, running=8)
+    slow = decoder("slow", step_s=0.05)
+    assert pick([full, slow], [prefiller()])[0] == "slow"
+
+
+def test_pages_must_be_free_for_the_prompt_and_the_first_growth() -> None:
+    exact = decoder("exact", free=LAYOUT.pages_for(161))
+    short = decoder("short", free=LAYOUT.pages_for(161) - 1)
+    assert pick([short, exact], [prefiller()], tokens=160)[0] == "exact"
+    assert isinstance(choose([short], [prefiller()], Need(160), 0.0), NoRoom)
+
+
+def test_what_was_just_sent_counts_before_the_next_heartbeat() -> None:
+    turns = Turns([decoder("a", max_batch=2), decoder("b", max_batch=2)], [prefiller()])
+    chosen = [turns.next() for _ in range(5)]
+    assert Counter(c.decoder.ref.name for c in chosen if isinstance(c, Pair)) == {"a": 2, "b": 2}
+    assert isinstance(chosen[4], NoRoom)
+
+
+def test_prompt_tokens_just_sent_count_too() -> None:
+    turns = Turns([decoder(max_batch=64)], [prefiller("p"), prefiller("q")])
+    first, second, third = (turns.next(tokens) for tokens in (3000, 100, 100))
+    assert isinstance(first, Pair)
+    assert isinstance(second, Pair)
+    assert isinstance(third, Pair)
+    assert first.prefiller is not second.prefiller
+    assert third.prefiller is second.prefiller
+
+
+def test_equals_take_turns() -> None:
+    turns = Turns([decoder(n, max_batch=1000) for n in "abc"], [prefiller(n) for n in "pq"])
+    chosen = []
+    for _ in range(12):
+        pair = turns.next(1)
+        assert isinstance(pair, Pair)
+        chosen.append(pair.decoder.ref.name)
+        pair.decoder.tally.end(f"a{turns.turn}")
+    assert Counter(chosen) == {"a": 4, "b": 4, "c": 4}
+
+
+def test_a_prompt_of_one_token_needs_no_prefiller() -> None:
+    assert pick([decoder()], [], tokens=1) == ("d0", None)
+    choice = choose([decoder()], [prefiller()], Need(1), 0.0)
+    assert isinstance(choice, Pair)
+    assert choice.path == "decode"
+
+
+def test_nobody_there_is_said_apart_from_nobody_free() -> None:
+    assert choose([], [prefiller()], Need(5), 0.0) == NoPair("no decode instance is ready")
+    assert choose([decoder()], [], Need(5), 0.0) == NoPair("no prefill instance is ready")
+    other = msgspec.structs.replace(LAYOUT, page_size=32)
+    assert isinstance(choose([decoder()], [prefiller(layout=other)], Need(5), 0.0), NoPair)
+    assert isinstance(choose([decoder(running=100)], [prefiller()], Need(5), 0.0), NoRoom)
+    assert isinstance(choose([decoder()], [prefiller(waiting=64)], Need(5), 0.0), NoRoom)
+
+
+def test_only_those_that_fit_are_paired() -> None:
+    other = msgspec.structs.replace(LAYOUT, page_size=32)
+    decoders = [decoder("d16"), decoder("d32", layout=other, step_s=0.001)]
+    assert pick(decoders, [prefiller("p16")]) == ("d16", "p16")
+    assert pick(decoders, [prefiller("p32", layout=other)]) == ("d32", "p32")
+
+
+def test_one_that_refused_as_busy_is_left_alone_until_its_heartbeat() -> None:
+    full = decoder("full")
+    full.full = True
+    assert isinstance(choose([full], [prefiller()], Need(5), 0.0), NoRoom)
+    full.renew(full.announce, 1.0)
+    assert pick([full], [prefiller()], tokens=5)[0] == "full"
+
+
+def test_a_request_avoids_where_it_failed_until_that_is_heard_of_again() -> None:
+    failed, other = decoder("failed", step_s=0.001), decoder("other")
+    need = Need(5, {failed.ref: failed.beats})
+    choice = choose([failed, other], [prefiller()], need, 0.0)
+    assert isinstance(choice, Pair)
+    assert choice.decoder is other
+    alone = choose([failed], [prefiller()], need, 0.0)
+    assert isinstance(alone, NoRoom)
+    assert alone.personal
+    failed.renew(failed.announce, 1.0)
+    assert isinstance(choose([failed], [prefiller()], need, 0.0), Pair)
+
+
+def test_some_are_prefilled_ahead_of_a_place_in_a_large_batch() -> None:
+    assert dispatch.decoder_has_room(decoder(max_batch=8, running=9), Need(5))
+    assert not dispatch.decoder_has_room(decoder(max_batch=8, running=10), Need(5))
+    assert not dispatch.decoder_has_room(decoder(max_batch=2, running=2), Need(5))
+
+
+loads = st.builds(
+    lambda running, free, step: {"running": running, "free": free, "step_s": step},
+    st.integers(0, 12),
+    st.integers(0, 60),
+    st.one_of(st.none(), st.floats(0.001, 1.0)),
+)
+
+
+@given(
+    st.lists(loads, min_size=1, max_size=5), st.lists(st.integers(0, 5000), min_size=1, max_size=4), st.integers(1, 800)
+)
+def test_what_is_chosen_has_room_and_is_the_least_within_a_tie(
+    decode: list[dict[str, Any]], queues: list[int], tokens: int
+) -> None:
+    decoders = [decoder(f"d{i}", **load) for i, load in enumerate(decode)]
+    prefillers = [prefiller(f"p{i}", queued_prefill_tokens=q) for i, q in enumerate(queues)]
+    choice = choose(decoders, prefillers, Need(tokens), 0.0)
+    open_ = [d for d in decoders if dispatch.decoder_has_room(d, Need(tokens))]
+    if not open_:
+        assert isinstance(choice, NoRoom)
+        return
+    assert isinstance(choice, Pair)
+    assert choice.decoder in open_
+    best = min(dispatch.decode_wait_s(d) for d in open_)
+    assert dispatch.decode_wait_s(choice.decoder) <= best * dispatch.TIE_RATIO + dispatch.TIE_S
+    if tokens > 1:
+        assert choice.prefiller is not None
+        least = min(dispatch.prefill_wait_s(p, tokens, 0.0) for p in prefillers)
+        chosen = dispatch.prefill_wait_s(choice.prefiller, tokens, 0.0)
+        assert chosen <= least * dispatch.TIE_RATIO + dispatch.TIE_S
+
+
+def test_a_release_is_complete_and_idempotent() -> None:
+    d, p = decoder(), prefiller()
+    pair = Pair(d, p)
+    dispatch.reserve(pair, "a", 100, 1)
+    assert (d.tally.requests, d.tally.pages, p.tally.tokens) == (1, LAYOUT.pages_for(101), 99)
+    dispatch.prefilled(pair, "a")
+    assert p.tally.tokens == 0
+    for _ in range(2):
+        dispatch.release(pair, "a")
+        assert (d.tally.requests, d.tally.pages, p.tally.tokens, p.tally.requests) == (0, 0, 0, 0)
