@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from shared.config import InstanceSettings
 from shared.errors import BusError
-from shared.instance import Announcer, Instance, open_instance
+from shared.instance import Announcer, Instance
 from shared.messages import Load, Role
+from shared.opening import open_instance
 from shared.telemetry import traces
 from shared.telemetry.metrics import LedgerCollector, new_registry
 from shared.web.health import Readiness, add_health
@@ -26,7 +27,7 @@ class Service(Protocol):
 
     def load(self) -> Load: ...
     def check_integrity(self) -> None: ...
-    async def run(self) -> None: ...
+    async def run(self, listening: asyncio.Event) -> None: ...
     async def drain(self, grace_s: float) -> None: ...
     def close(self) -> None: ...
 
@@ -53,7 +54,9 @@ async def serve(role: Role, settings: InstanceSettings, stop: asyncio.Event, mak
                 url = await stack.enter_async_context(listening(app, settings.host, settings.port))
                 announcer = Announcer(instance, service.load, max_batch=max_batch, http=url)
                 stack.push_async_callback(_say_left, instance, announcer)
-                tasks.create_task(service.run())
+                taking = asyncio.Event()
+                tasks.create_task(service.run(taking))
+                await taking.wait()
                 tasks.create_task(announcer.run())
                 tasks.create_task(_watch_executor(instance))
                 print_ready(instance, url)

@@ -60,7 +60,7 @@ class DecodeService:
             instance.pool,
             instance.layout.page_size,
             max_batch=settings.max_batch,
-            max_positions=instance.config.max_positions,
+            max_positions=instance.identity.max_positions,
         )
         self.receiver = KvReceiver(
             instance.fabric,
@@ -98,11 +98,12 @@ class DecodeService:
         self._pool.check_integrity()
         self.receiver.check_integrity()
 
-    async def run(self) -> None:
-        """Until cancelled. Raises `EngineError` when the executor is no more."""
+    async def run(self, listening: asyncio.Event) -> None:
+        """Until cancelled; sets `listening` once it takes messages. Raises `EngineError` when the executor is no more."""
         self._instance.fabric.on_peer_lost(self._on_peer_lost)
         inbox = subjects.inbox("decode", self._instance.ref)
         await self._instance.bus.subscribe(inbox, ToDecoder, self._on_message)
+        listening.set()
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._run_steps())
             loops.create_task(self._run_reports())

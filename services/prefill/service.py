@@ -78,11 +78,12 @@ class PrefillService:
         self._pool.check_integrity()
         assert set(self._pool.owners()) <= set(self._running), "pages are held for no job"
 
-    async def run(self) -> None:
-        """Until cancelled. Raises `EngineError` when the executor is no more."""
+    async def run(self, listening: asyncio.Event) -> None:
+        """Until cancelled; sets `listening` once it takes messages. Raises `EngineError` when the executor is no more."""
         self._instance.fabric.on_peer_lost(self._on_peer_lost)
         inbox = subjects.inbox("prefill", self._instance.ref)
         await self._instance.bus.subscribe(inbox, ToPrefiller, self._on_message)
+        listening.set()
         while True:
             parts = self._scheduler.plan()
             if parts:
@@ -141,10 +142,10 @@ class PrefillService:
             return no("duplicate", "an attempt with this id is already here", retryable=False)
         if prefill.layout != layout:
             return no("mismatch", f"layout differs: prefiller has {layout}, decoder has {prefill.layout}")
-        if not job.total or len(prefill.pages) != pages or len(prefill.tokens) > self._instance.config.max_positions:
+        if not job.total or len(prefill.pages) != pages or len(prefill.tokens) > self._instance.identity.max_positions:
             reason = f"{len(prefill.tokens)} tokens and {len(prefill.pages)} pages do not fit together"
             return no("invalid", reason, retryable=False)
-        if any(not 0 <= token < self._instance.config.vocab_size for token in prefill.tokens):
+        if any(not 0 <= token < self._instance.identity.vocab_size for token in prefill.tokens):
             return no("invalid", "a token id is outside the vocabulary", retryable=False)
         if any(not 0 <= page < prefill.num_pages for page in prefill.pages):
             return no("invalid", "a page is outside the decoder's region", retryable=False)
