@@ -107,6 +107,7 @@ def _try_it(url: str, model: str) -> str:
     body = {
         "model": model,
         "stream": True,
+        "temperature": 0,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
     return (
