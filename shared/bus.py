@@ -63,6 +63,7 @@ class Bus:
         self._client = client
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
         self._reconnect_callbacks: list[Callable[[], None]] = []
+        self._closing = False
         self.malformed = 0
         """Messages dropped because they did not decode."""
         self.failed = 0
@@ -90,6 +91,7 @@ class Bus:
         try:
             yield bus
         finally:
+            bus._closing = True
             await asyncio.shield(_close(client))
 
     @property
@@ -157,7 +159,8 @@ class Bus:
         log.warning("broker: %s", error or type(error).__name__)
 
     async def _on_disconnect(self) -> None:
-        log.warning("the broker is away")
+        if not self._closing:
+            log.warning("the broker is away")
 
     async def _on_reconnect(self) -> None:
         log.info("the broker is back")

@@ -7,6 +7,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,9 +20,10 @@ from services.up.broker import Broker
 from shared import subjects
 from shared.bus import Bus, Message
 from shared.config import DecodeSettings, InstanceSettings, PrefillSettings
+from shared.engine.client import Executor, ExecutorConfig
 from shared.instance import Announcer, Instance
 from shared.kv.ledger import PagePool
-from shared.layout import KvLayout
+from shared.layout import KvDtype, KvLayout
 from shared.messages import (
     Accepted,
     Announce,
@@ -37,6 +39,7 @@ from shared.messages import (
     StreamStatus,
     ToRouter,
 )
+from shared.models.config import load_config
 from shared.transfer.interface import Fabric
 from tests.toy_executor import ToyExecutor
 
@@ -46,6 +49,41 @@ GREEDY = Sampling(temperature=0)
 
 OpenFabric = Callable[[int], Any]
 """identity → an awaitable fabric."""
+
+
+async def real_fabric(identity: int) -> Any:
+    """libfabric's tcp on loopback."""
+    from shared.transfer.fabric import Fabric
+
+    return await Fabric.open(provider="tcp", host="127.0.0.1", identity=identity)
+
+
+class Engine:
+    """What the nodes of a mesh run: the toy model, in this process."""
+
+    layout = LAYOUT
+    identity = MODEL
+
+    async def executor(self, stack: AsyncExitStack, role: Role, pages: int) -> Any:
+        executor = ToyExecutor(self.layout, pages)
+        stack.callback(executor.close)
+        return executor
+
+
+class ModelEngine(Engine):
+    """A model in executor processes, one a node."""
+
+    def __init__(self, directory: Path, *, page_size: int, kv_dtype: KvDtype = "float32") -> None:
+        config = load_config(directory)
+        self.directory = directory
+        self.layout = config.layout(page_size=page_size, dtype=kv_dtype)
+        self.identity = ModelIdentity(
+            name="m", digest="m", vocab_size=config.vocab_size, max_positions=config.max_positions
+        )
+
+    async def executor(self, stack: AsyncExitStack, role: Role, pages: int) -> Any:
+        config = ExecutorConfig(model=str(self.directory), layout=self.layout, num_pages=pages, purpose=role)
+        return await stack.enter_async_context(Executor.start(config))
 
 
 class Node:
@@ -157,10 +195,11 @@ class StubRouter:
 class Mesh:
     """Starts nodes; ends them all."""
 
-    def __init__(self, stack: AsyncExitStack, broker: Broker, open_fabric: OpenFabric) -> None:
+    def __init__(self, stack: AsyncExitStack, broker: Broker, open_fabric: OpenFabric, engine: Engine) -> None:
         self.stack = stack
         self.broker = broker
         self._open_fabric = open_fabric
+        self._engine = engine
 
     async def bus(self, name: str) -> Bus:
         return await self.stack.enter_async_context(Bus.connect(self.broker.url, token=self.broker.token, name=name))
@@ -180,13 +219,21 @@ class Mesh:
 
     async def _start(self, role: Role, settings: InstanceSettings, pages: int, make: Any, metrics: Any) -> Node:
         ref = InstanceRef(settings.name, secrets.randbits(64))
-        executor = ToyExecutor(LAYOUT, pages)
-        self.stack.callback(executor.close)
+        executor = await self._engine.executor(self.stack, role, pages)
         fabric: Fabric = await self._open_fabric(ref.incarnation)
         self.stack.push_async_callback(fabric.close)
         region = fabric.register(executor.kv_fd, executor.kv_bytes)
         instance = Instance(
-            role, ref, settings, MODEL, LAYOUT, PagePool(pages), executor, fabric, region, await self.bus(settings.name)
+            role,
+            ref,
+            settings,
+            self._engine.identity,
+            self._engine.layout,
+            PagePool(pages),
+            executor,
+            fabric,
+            region,
+            await self.bus(settings.name),
         )
         started: asyncio.Future[tuple[Any, Announcer]] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(_serve(instance, settings, make, metrics(CollectorRegistry()), started))
@@ -215,9 +262,9 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 @asynccontextmanager
-async def mesh(open_fabric: OpenFabric) -> AsyncIterator[Mesh]:
+async def mesh(open_fabric: OpenFabric, engine: Engine | None = None) -> AsyncIterator[Mesh]:
     async with AsyncExitStack() as stack:
         broker = Broker()
         stack.push_async_callback(broker.close)
         await broker.start()
-        yield Mesh(stack, broker, open_fabric)
+        yield Mesh(stack, broker, open_fabric, engine or Engine())

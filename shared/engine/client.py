@@ -118,7 +118,7 @@ class Executor:
         finally:
             self._running = False
         if isinstance(reply, StepError):
-            raise StepFailed(reply.step, reply.detail)
+            raise StepFailed(reply.step, reply.detail, reply.counter)
         return reply
 
     async def close(self) -> None:
