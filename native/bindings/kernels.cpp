@@ -166,11 +166,12 @@ NB_MODULE(_kernels, m) {
                        "A packed matrix of weights [outputs, inputs]; gated: silu(gate) * up of its two halves.")
         .def(
             "__init__",
-            [](Linear* self, int outputs, int inputs, const std::string& dtype, bool gated) {
+            [](Linear* self, Context& context, int outputs, int inputs, const std::string& dtype, bool gated) {
                 require(dtype == "float32" || dtype == "bfloat16", "dtype: takes float32 or bfloat16");
-                new (self) Linear(outputs, inputs, dtype == "float32" ? WeightType::f32 : WeightType::bf16, gated);
+                new (self)
+                    Linear(context, outputs, inputs, dtype == "float32" ? WeightType::f32 : WeightType::bf16, gated);
             },
-            "outputs"_a, "inputs"_a, "dtype"_a, nb::kw_only(), "gated"_a = false)
+            "context"_a, "outputs"_a, "inputs"_a, "dtype"_a, nb::kw_only(), "gated"_a = false)
         .def("fill", &fill, "first"_a, "source"_a, "Rows first.. of the matrix from float32 [rows, inputs].")
         .def("fill_half", &fill_half, "first"_a, "source"_a, "type"_a, "The same from raw bfloat16 or float16.")
         .def(

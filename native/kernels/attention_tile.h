@@ -19,7 +19,7 @@ static inline int padded(int dim) { return (dim + kPanel - 1) / kPanel * kPanel;
 // Where a tile's working memory lies: floats, in this order.
 struct Scratch {
     float* q;       // blocks of [dim][rows], scaled
-    float* keys;    // [2][dim][32]: two panels of 32 tokens
+    float* keys;    // [dim][64]
     float* values;  // [64][padded dim]
     float* scores;  // [kRows][64]
     float* out;     // [rows][padded dim]
@@ -29,13 +29,13 @@ struct Scratch {
 
 static int64_t attention_scratch(int dim, int rows) {
     int64_t wide = padded(dim);
-    return int64_t{rows} * dim + 2 * kPanel * int64_t{dim} + kBlock * wide + kRows * kBlock + rows * wide +
+    return int64_t{rows} * dim + kBlock * int64_t{dim} + kBlock * wide + kRows * kBlock + rows * wide +
            2 * int64_t{rows};
 }
 
 static Scratch carve(float* p, int dim, int rows) {
     Scratch s;
-    s.keys = p, p += 2 * kPanel * int64_t{dim};
+    s.keys = p, p += kBlock * int64_t{dim};
     s.values = p, p += kBlock * int64_t{padded(dim)};
     s.scores = p, p += kRows * kBlock;
     s.q = p, p += int64_t{rows} * dim;
@@ -59,84 +59,86 @@ static void pack_queries(const AttentionTile& t, float* q) {
     }
 }
 
-// Tokens block .. block + 64 of K, transposed, and of V, padded; zeros past `end`.
+// The first `count` of tokens block .. block + 63: K transposed, V padded. Columns past them are repeats: always
+// masked.
 template <class T>
-static void load_block(const AttentionTile& t, int block, int end, const Scratch& s) {
+static void load_block(const AttentionTile& t, int block, int count, const Scratch& s) {
     const T* keys[kBlock];
     int wide = padded(t.dim);
-    for (int i = 0; i < kBlock; ++i) {
-        float* value = s.values + int64_t{i} * wide;
-        int token = block + i;
-        if (token >= end) {
-            keys[i] = nullptr;
-            for (int d = 0; d < wide; d += W) store(value + d, zero());
-            continue;
-        }
+    for (int i = 0; i < count;) {
+        int token = block + i, slot = token % t.page_size;
+        int run = t.page_size - slot < count - i ? t.page_size - slot : count - i;
         int64_t page = int64_t{t.pages[token / t.page_size]} * t.page_bytes;
-        int64_t slot = int64_t{token % t.page_size} * t.dim;
-        keys[i] = reinterpret_cast<const T*>(t.keys + page) + slot;
-        const T* from = reinterpret_cast<const T*>(t.values + page) + slot;
-        int d = 0;
-        for (; d + W <= t.dim; d += W) store(value + d, load(from + d));
-        for (; d < wide; ++d) value[d] = d < t.dim ? to_float(from[d]) : 0.0f;
+        const T* key = reinterpret_cast<const T*>(t.keys + page) + int64_t{slot} * t.dim;
+        const T* value = reinterpret_cast<const T*>(t.values + page) + int64_t{slot} * t.dim;
+        for (int end = i + run; i < end; ++i, key += t.dim, value += t.dim) {
+            keys[i] = key;
+            float* to = s.values + int64_t{i} * wide;
+            int d = 0;
+            for (; d + W <= t.dim; d += W) store(to + d, load(value + d));
+            for (; d < wide; ++d) to[d] = d < t.dim ? to_float(value[d]) : 0.0f;
+        }
     }
-    for (int half = 0; half < 2; ++half)
-        for (int i = 0; i < kPanel; i += W)
-            transpose_rows<T>(t.dim, keys + half * kPanel + i, s.keys + int64_t{half} * t.dim * kPanel + i, kPanel);
+    int whole = (count + W - 1) / W * W;
+    for (int i = count; i < whole; ++i) keys[i] = keys[0];
+    for (int i = 0; i < whole; i += W) transpose_rows(t.dim, keys + i, s.keys + i, kBlock);
 }
 
 // One row's scores become weights; its sum, maximum and output so far are rescaled. `visible`: tokens of this block
-// that the row may see, 1 .. 64.
-static void soften(float* scores, int visible, float* top, float* total, float* out, int wide) {
+// that the row may see, 1 or more.
+static inline void soften(float* scores, int visible, float* top, float* total, float* out, int wide) {
+    constexpr int kParts = kBlock / W;
     for (int i = visible; i < kBlock; ++i) scores[i] = kMasked;
-    vf best = load(scores);
-    for (int i = W; i < kBlock; i += W) best = vmax(best, load(scores + i));
-    float block_top = peak(best);
-    float new_top = block_top > *top ? block_top : *top;
-    vf sums = zero();
-    for (int i = 0; i < kBlock; i += W) {
-        vf weight = vexp(load(scores + i) - splat(new_top));
-        store(scores + i, weight);
-        sums = sums + weight;
+    vf part[kParts];
+#pragma GCC unroll 16
+    for (int i = 0; i < kParts; ++i) part[i] = load(scores + i * W);
+    vf best = part[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < kParts; ++i) best = vmax(best, part[i]);
+    float block_top = peak(best), old_top = *top;
+    float new_top = block_top > old_top ? block_top : old_top;
+    vf shift = splat(new_top), sums = zero();
+#pragma GCC unroll 16
+    for (int i = 0; i < kParts; ++i) {
+        part[i] = vexp(part[i] - shift);
+        store(scores + i * W, part[i]);
     }
-    if (new_top > *top) {
-        vf factor = vexp(splat(*top - new_top));
-        float lane[W];
-        store(lane, factor);
-        *total *= lane[0];
+#pragma GCC unroll 16
+    for (int i = 0; i < kParts; ++i) sums = sums + part[i];
+    float before = *total;
+    if (new_top > old_top) {
+        vf factor = vexp(splat(old_top - new_top));
+        before *= first(factor);
         for (int d = 0; d < wide; d += W) store(out + d, load(out + d) * factor);
         *top = new_top;
     }
-    *total += sum(sums);
+    *total = before + sum(sums);
 }
 
+// `count` tokens of the block are there.
 template <int R>
-static void attend_rows(const AttentionTile& t, int first, int block, const float* q, const Scratch& s) {
+static void attend_rows(const AttentionTile& t, int first_row, int block, int count, const float* q, const Scratch& s) {
     int wide = padded(t.dim);
-    for (int half = 0; half < 2; ++half)
-        for (int j = 0; j < kPanel; j += kStrip)
-            strip<R, kVecs, 1, R, false>(t.dim, q, s.keys + int64_t{half} * t.dim * kPanel + j, kPanel,
-                                         s.scores + half * kPanel + j, kBlock);
+    strips<R, 1, R, false>(padded(count), t.dim, q, s.keys, kBlock, s.scores, kBlock);
     for (int i = 0; i < R; ++i) {
-        int row = first + i;
+        int row = first_row + i;
         int visible = t.position + row / t.group - block + 1;
         float* scores = s.scores + i * kBlock;
-        if (visible <= 0) {
+        if (visible <= 0)
             for (int j = 0; j < kBlock; j += W) store(scores + j, zero());
-            continue;
-        }
-        soften(scores, visible, s.top + row, s.total + row, s.out + int64_t{row} * wide, wide);
+        else
+            soften(scores, visible, s.top + row, s.total + row, s.out + int64_t{row} * wide, wide);
     }
-    for (int d = 0; d < wide; d += kStrip)
-        strip<R, kVecs, kBlock, 1, true>(kBlock, s.scores, s.values + d, wide, s.out + int64_t{first} * wide + d, wide);
+    strips<R, kBlock, 1, true>(wide, count, s.scores, s.values, wide, s.out + int64_t{first_row} * wide, wide);
 }
 
 template <int R>
-static void attend_from(int rows, const AttentionTile& t, int first, int block, const float* q, const Scratch& s) {
+static void attend_from(int rows, const AttentionTile& t, int first, int block, int count, const float* q,
+                        const Scratch& s) {
     if (rows == R)
-        attend_rows<R>(t, first, block, q, s);
+        attend_rows<R>(t, first, block, count, q, s);
     else if constexpr (R > 1)
-        attend_from<R - 1>(rows, t, first, block, q, s);
+        attend_from<R - 1>(rows, t, first, block, count, q, s);
 }
 
 static void write_out(const AttentionTile& t, const Scratch& s) {
@@ -156,16 +158,17 @@ static void attention(const AttentionTile& t, float* memory) {
     for (int64_t i = 0; i < int64_t{rows} * wide; i += W) store(s.out + i, zero());
     for (int i = 0; i < rows; ++i) s.top[i] = kMasked, s.total[i] = 0.0f;
     for (int block = 0; block < end; block += kBlock) {
+        int count = end - block < kBlock ? end - block : kBlock;
         if (t.bf16)
-            load_block<uint16_t>(t, block, end, s);
+            load_block<uint16_t>(t, block, count, s);
         else
-            load_block<float>(t, block, end, s);
+            load_block<float>(t, block, count, s);
         const float* q = s.q;
         for (int first = 0; first < rows; first += kRows) {
-            int count = rows - first < kRows ? rows - first : kRows;
-            int last_position = t.position + (first + count - 1) / t.group;
-            if (last_position >= block) attend_from<kRows>(count, t, first, block, q, s);
-            q += int64_t{count} * t.dim;
+            int some = rows - first < kRows ? rows - first : kRows;
+            int last_position = t.position + (first + some - 1) / t.group;
+            if (last_position >= block) attend_from<kRows>(some, t, first, block, count, q, s);
+            q += int64_t{some} * t.dim;
         }
     }
     write_out(t, s);

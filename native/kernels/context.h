@@ -6,6 +6,7 @@
 #include "buffer.h"
 #include "isa.h"
 #include "pool.h"
+#include "store.h"
 
 namespace kvmesh {
 
@@ -34,6 +35,7 @@ class Context {
     Pool pool;
     const Isa isa;
     const Kernels& kernels;
+    Store store;          // of weights
     Arena<float> packed;  // activations of the linear that runs
 
     struct alignas(64) Thread {

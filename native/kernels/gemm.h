@@ -47,20 +47,20 @@ static inline void strip(int k, const float* a, const B* b, int64_t ldb, float* 
         for (int v = 0; v < VECS; ++v) store(c + i * ldc + v * W, acc[i][v]);
 }
 
-template <int R, class B>
-static void panel_rows(int k, const float* a, const B* b, float* tile) {
-    if constexpr (R <= 3) {  // one pass over the panel: memory is the limit
-        constexpr int vecs = kPanel / W < 4 ? kPanel / W : 4;
-        for (int j = 0; j < kPanel; j += vecs * W) strip<R, vecs, 1, R, false>(k, a, b + j, kPanel, tile + j, kPanel);
-    } else {
-        for (int j = 0; j < kPanel; j += kStrip) strip<R, kVecs, 1, R, false>(k, a, b + j, kPanel, tile + j, kPanel);
-    }
+// The same over `n` columns, a multiple of 32. Few rows take more columns at once: otherwise each addition would wait
+// for the one before.
+template <int R, int ROW_STRIDE, int K_STRIDE, bool ADD, class B>
+static inline void strips(int n, int k, const float* a, const B* b, int64_t ldb, float* c, int64_t ldc) {
+    int j = 0;
+    if constexpr (R <= 3)
+        for (; j + 4 * W <= n; j += 4 * W) strip<R, 4, ROW_STRIDE, K_STRIDE, ADD>(k, a, b + j, ldb, c + j, ldc);
+    for (; j < n; j += kStrip) strip<R, kVecs, ROW_STRIDE, K_STRIDE, ADD>(k, a, b + j, ldb, c + j, ldc);
 }
 
 template <int R, class B>
 static void panel_from(int rows, int k, const float* a, const void* b, float* tile) {
     if (rows == R)
-        panel_rows<R>(k, a, static_cast<const B*>(b), tile);
+        strips<R, 1, R, false>(kPanel, k, a, static_cast<const B*>(b), kPanel, tile, kPanel);
     else if constexpr (R > 1)
         panel_from<R - 1, B>(rows, k, a, b, tile);
 }

@@ -36,17 +36,17 @@ struct Linear::Call {
     bool add;
 };
 
-Linear::Linear(int outputs, int inputs, WeightType type, bool gated)
+Linear::Linear(Context& context, int outputs, int inputs, WeightType type, bool gated)
     : outputs_(outputs), inputs_(inputs), type_(type), gated_(gated) {
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a linear has at least one output and one input");
     if (gated && outputs % 2) throw std::invalid_argument("a gated linear has an even number of outputs");
     panels_ = static_cast<int>(gated ? ceil_div(outputs / 2, kPanel / 2) : ceil_div(outputs, kPanel));
     int64_t count = int64_t{panels_} * kPanel * inputs;
     if (type == WeightType::f32) {
-        f32_ = allocate<float>(count);
+        f32_ = context.store.take<float>(count);
         std::memset(f32_.get(), 0, count * sizeof(float));
     } else {
-        bf16_ = allocate<uint16_t>(count);
+        bf16_ = context.store.take<uint16_t>(count);
         std::memset(bf16_.get(), 0, count * sizeof(uint16_t));
     }
 }
@@ -89,7 +89,7 @@ void Linear::fill_bias(int first, int count, const float* source) {
     if (first < 0 || count < 0 || first + count > outputs_) throw std::invalid_argument("rows outside of the matrix");
     int64_t columns = int64_t{panels_} * kPanel;
     if (!bias_) {
-        bias_ = allocate<float>(columns);
+        bias_ = std::shared_ptr<float[]>(new float[columns]);
         std::fill_n(bias_.get(), columns, 0.0f);
     }
     for (int i = 0; i < count; ++i) bias_[column(first + i)] = source[i];

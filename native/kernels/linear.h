@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
-#include "buffer.h"
 #include "context.h"
 
 namespace kvmesh {
@@ -13,11 +13,12 @@ enum class WeightType { f32, bf16 };
 // How a checkpoint stores a number.
 enum class SourceType { f32, bf16, f16 };
 
-// y = W x + b with W [outputs, inputs]. Packed: [panel][input][32 outputs], so that a product streams through memory.
-// `gated`: outputs come in pairs (gate, up), 16 + 16 a panel, and y = silu(gate) * up has outputs / 2 values.
+// y = W x + b with W [outputs, inputs]. Packed: [panel][input][32 outputs], so that a product streams through memory;
+// it lies in the context's store. `gated`: outputs come in pairs (gate, up), 16 + 16 a panel, and y = silu(gate) * up
+// has outputs / 2 values.
 class Linear {
   public:
-    Linear(int outputs, int inputs, WeightType type, bool gated);
+    Linear(Context& context, int outputs, int inputs, WeightType type, bool gated);
 
     // Rows [first, first + count) of the matrix, from `count` rows of `inputs` numbers. A gated matrix counts gates
     // 0 .. outputs/2 - 1 and then ups.
@@ -50,9 +51,9 @@ class Linear {
     int outputs_, inputs_, panels_;
     WeightType type_;
     bool gated_;
-    Buffer<float> f32_;
-    Buffer<uint16_t> bf16_;
-    Buffer<float> bias_;  // by column; null where none
+    std::shared_ptr<float[]> f32_;
+    std::shared_ptr<uint16_t[]> bf16_;
+    std::shared_ptr<float[]> bias_;  // by column; null where none
 };
 
 }  // namespace kvmesh

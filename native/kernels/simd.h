@@ -33,6 +33,12 @@ static inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 static inline vf where_above(vf v, vf x, vf limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), v);
 }
+// The halves of 32 bits as bfloat16.
+static inline vf low_bf16(vf v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16)); }
+static inline vf high_bf16(vf v) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
 // 2^n for the integer n that sits in the low mantissa bits of t = n + 1.5 * 2^23.
 static inline vf exp2_of_magic(vf t) {
     vi n = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
@@ -56,6 +62,11 @@ static inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
 static inline vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
 static inline vf where_above(vf v, vf x, vf limit) { return _mm256_and_ps(v, _mm256_cmp_ps(x, limit, _CMP_GT_OQ)); }
+static inline vf low_bf16(vf v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16)); }
+static inline vf high_bf16(vf v) {
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
 static inline vf exp2_of_magic(vf t) {
     vi n = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)));
@@ -84,6 +95,8 @@ static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 static inline vf where_above(vf v, vf x, vf limit) { return x > limit ? v : vf{}; }
+static inline vf low_bf16(vf v) { return reinterpret_cast<vf>(reinterpret_cast<vi>(v) << 16); }
+static inline vf high_bf16(vf v) { return reinterpret_cast<vf>(reinterpret_cast<vi>(v) & 0xffff0000u); }
 static inline vf exp2_of_magic(vf t) {
     vi n = reinterpret_cast<vi>(t) << 23;
     return reinterpret_cast<vf>(n + 0x3f800000u);
@@ -91,23 +104,37 @@ static inline vf exp2_of_magic(vf t) {
 
 #endif
 
+static inline float first(vf v) { return v[0]; }
 static inline vf zero() { return splat(0.0f); }
 
-// Sum and maximum of the lanes, in one fixed order.
+// Sum and maximum of the lanes: halves are folded onto each other.
+#if defined(__AVX2__) || defined(__AVX512F__)
+static inline __m128 folded(__m256 v, __m128 (*f)(__m128, __m128)) {
+    __m128 half = f(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = f(half, _mm_movehl_ps(half, half));
+    return f(half, _mm_shuffle_ps(half, half, 1));
+}
+static inline __m128 add4(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
+static inline __m128 max4(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+#endif
+#if defined(__AVX512F__)
+static inline __m256 upper(vf v) { return _mm512_extractf32x8_ps(v, 1); }
 static inline float sum(vf v) {
-    float lane[W];
-    store(lane, v);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-    return lane[0];
+    return _mm_cvtss_f32(folded(_mm256_add_ps(_mm512_castps512_ps256(v), upper(v)), add4));
 }
 static inline float peak(vf v) {
-    float lane[W];
-    store(lane, v);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-    return lane[0];
+    return _mm_cvtss_f32(folded(_mm256_max_ps(_mm512_castps512_ps256(v), upper(v)), max4));
 }
+#elif defined(__AVX2__)
+static inline float sum(vf v) { return _mm_cvtss_f32(folded(v, add4)); }
+static inline float peak(vf v) { return _mm_cvtss_f32(folded(v, max4)); }
+#else
+static inline float sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+static inline float peak(vf v) {
+    float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+    return a > b ? a : b;
+}
+#endif
 
 // e^x for x <= 88, relative error under 2e-7; exactly 0 below -87, so that a masked score weighs nothing. Range
 // reduction by ln 2 in two parts, then the degree-6 Taylor-like minimax polynomial of Cephes' expf.

@@ -1,4 +1,4 @@
-// W rows of n values, wherever each lies, to columns: out[p * ldo + i] = rows[i][p]. A null row reads as zeros.
+// W rows of n values, wherever each lies, to columns: out[p * ldo + i] = rows[i][p].
 #pragma once
 
 #include "simd.h"
@@ -17,22 +17,26 @@ static inline float to_float(uint16_t x) {
 
 static inline void transpose_square(vf r[16]) {
     vf t[16];
+#pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
     }
+#pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4) {
         r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
         r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
         r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
         r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
     }
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         t[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
         t[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
         t[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
         t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
     }
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
         r[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
@@ -45,20 +49,24 @@ static inline void transpose_square(vf r[16]) {
 
 static inline void transpose_square(vf r[8]) {
     vf t[8];
+#pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
         t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
     }
+#pragma GCC unroll 2
     for (int i = 0; i < 8; i += 4) {
         r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
         r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
         r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
         r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
     }
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
         t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
 
@@ -73,17 +81,44 @@ static inline void transpose_square(vf r[4]) {
 
 #endif
 
-template <class T>
-static void transpose_rows(int n, const T* const* rows, float* out, int64_t ldo) {
+static inline void transpose_rest(int p, int n, const float* const* rows, float* out, int64_t ldo) {
+    for (; p < n; ++p)
+        for (int i = 0; i < W; ++i) out[p * ldo + i] = rows[i][p];
+}
+
+static inline void transpose_rest(int p, int n, const uint16_t* const* rows, float* out, int64_t ldo) {
+    for (; p < n; ++p)
+        for (int i = 0; i < W; ++i) out[p * ldo + i] = to_float(rows[i][p]);
+}
+
+static inline void transpose_rows(int n, const float* const* rows, float* out, int64_t ldo) {
     int p = 0;
     for (; p + W <= n; p += W) {
         vf square[W];
-        for (int i = 0; i < W; ++i) square[i] = rows[i] ? load(rows[i] + p) : zero();
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) square[i] = load(rows[i] + p);
         transpose_square(square);
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) store(out + (p + i) * ldo, square[i]);
     }
-    for (; p < n; ++p)
-        for (int i = 0; i < W; ++i) out[p * ldo + i] = rows[i] ? to_float(rows[i][p]) : 0.0f;
+    transpose_rest(p, n, rows, out, ldo);
+}
+
+// Two neighbours travel as one 32-bit value, and part at the end.
+static inline void transpose_rows(int n, const uint16_t* const* rows, float* out, int64_t ldo) {
+    int p = 0;
+    for (; p + 2 * W <= n; p += 2 * W) {
+        vf square[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) square[i] = load(reinterpret_cast<const float*>(rows[i] + p));
+        transpose_square(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+            store(out + (p + 2 * i) * ldo, low_bf16(square[i]));
+            store(out + (p + 2 * i + 1) * ldo, high_bf16(square[i]));
+        }
+    }
+    transpose_rest(p, n, rows, out, ldo);
 }
 
 }  // namespace kvmesh::KVMESH_ISA

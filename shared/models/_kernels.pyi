@@ -17,7 +17,7 @@ class Context:
 class Linear:
     """A packed matrix of weights [outputs, inputs]; gated: silu(gate) * up of its two halves."""
 
-    def __init__(self, outputs: int, inputs: int, dtype: str, *, gated: bool = False) -> None: ...
+    def __init__(self, context: Context, outputs: int, inputs: int, dtype: str, *, gated: bool = False) -> None: ...
     def fill(self, first: int, source: NDArray[np.float32]) -> None:
         """Rows first.. of the matrix from float32 [rows, inputs]."""
 

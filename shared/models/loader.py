@@ -86,7 +86,7 @@ class Loader:
         self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool = False, gated: bool = False
     ) -> _kernels.Linear:
         """The matrices `names`, one below the other."""
-        linear = _kernels.Linear(sum(outputs), inputs, self._dtype, gated=gated)
+        linear = _kernels.Linear(self._context, sum(outputs), inputs, self._dtype, gated=gated)
         first = 0
         for name, rows in zip(names, outputs, strict=True):
             _fill(linear, first, self._checkpoint.read(name + ".weight", (rows, inputs)))
