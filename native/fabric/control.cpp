@@ -14,10 +14,10 @@ using State = Session::State;
 namespace {
 
 constexpr int64_t kMs = 1'000'000;
-constexpr int64_t kPing = 250 * kMs;
-constexpr int64_t kSilence = 1200 * kMs;
+constexpr int64_t kPing = 200 * kMs;
+constexpr int64_t kSilence = 1000 * kMs;
 // This thread itself did not run for so long (a stopped process, a starved machine): silence proves nothing.
-constexpr int64_t kStarved = 600 * kMs;
+constexpr int64_t kStarved = 500 * kMs;
 constexpr int64_t kHandshake = 2000 * kMs;
 constexpr int64_t kLeave = 1000 * kMs;
 constexpr size_t kMaxWaiting = 256;  // connections that have not said hello

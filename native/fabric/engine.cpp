@@ -72,7 +72,14 @@ bool Engine::step() {
     ended_.clear();
     check_lanes();
     if (!transfers_.empty()) check_deadlines();
+    if (!moved) yield_when_blocked();
     return moved;
+}
+
+// Room is made by the peer, which may be waiting for this core.
+void Engine::yield_when_blocked() {
+    bool blocked = std::any_of(lanes_.begin(), lanes_.end(), [](const auto& entry) { return entry.second->blocked(); });
+    if (blocked) std::this_thread::yield();
 }
 
 void Engine::sleep() {
@@ -187,7 +194,7 @@ void Engine::check_lanes() {
 }
 
 // The peer lives and the connection is unusable: the culprit was refused, and everything else is lost with the lane.
-void Engine::break_lane(uint64_t lane, Fault fault, const TransferPtr& culprit) {
+void Engine::break_lane(uint64_t lane, Fault fault, TransferPtr culprit) {
     if (culprit != nullptr && fault.status == Status::refused) {
         Fault refused = fault;
         refused.text = "the peer refused the write (bad key or out of range), or the data connection broke";

@@ -88,6 +88,7 @@ class Engine {
   private:
     void run();
     bool step();
+    void yield_when_blocked();
     void sleep();
     int sleep_ms() const;
     void wake();
@@ -96,7 +97,7 @@ class Engine {
     void stop_transfer(const TransferPtr& transfer, Fault fault);
     void check_lanes();
     void check_deadlines();
-    void break_lane(uint64_t lane, Fault fault, const TransferPtr& culprit);
+    void break_lane(uint64_t lane, Fault fault, TransferPtr culprit);
     void drop_lane(uint64_t lane, const Fault& fault);
     void shut_down();
 

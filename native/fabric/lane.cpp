@@ -17,6 +17,8 @@ constexpr size_t kReadBatch = 64;
 constexpr size_t kReadRounds = 4;  // batches read before it is posting's turn again
 constexpr size_t kQueueEntries = 4096;
 
+bool stream_broke(int error) { return error == FI_ECANCELED || error == FI_ENOTCONN || error == FI_ECONNRESET; }
+
 }  // namespace
 
 Lane::Lane(const Nic& nic, uint64_t id, uint32_t window) : nic_(nic), id_(id), slots_(window) {
@@ -111,7 +113,7 @@ bool Lane::read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPt
             continue;
         }
         if (count <= 0) {
-            if (count != 0 && count != -FI_EAGAIN && !fault_) fail(libfabric_fault("fi_cq_read", count), nullptr);
+            if (count != 0 && count != -FI_EAGAIN && !fault_) fail(libfabric_fault("fi_cq_read", count));
             break;
         }
         moved = true;
@@ -123,7 +125,7 @@ bool Lane::read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPt
     }
     if (!arrived_.empty()) {
         if (!immediates.add(arrived_) && !fault_)
-            fail({Status::failed, "immediates", 0, "the peer sends immediates that nobody expects"}, nullptr);
+            fail({Status::failed, "immediates", 0, "the peer sends immediates that nobody expects"});
         arrived_.clear();
     }
     return moved;
@@ -149,9 +151,12 @@ void Lane::take_error() {
     // Without a context it is about something the peer did, and the control connection will tell.
     if (slot == nullptr) return;
     if (!fault_) {
-        // A stream that broke cancels all its writes; they are executed in order, so the oldest is the one that broke it.
-        bool flushed = error.err == FI_ECANCELED || error.err == FI_ENOTCONN || error.err == FI_ECONNRESET;
-        fail(libfabric_fault("fi_writemsg", error.err, Status::refused), flushed ? oldest() : slot->transfer);
+        fail(libfabric_fault("fi_writemsg", error.err, Status::refused));
+        if (!stream_broke(error.err)) culprit_ = slot->transfer;
+    }
+    if (slot->sequence <= failed_sequence_) {
+        failed_sequence_ = slot->sequence;
+        failed_ = slot->transfer;
     }
     free_slot(*slot)->dropped();
 }
@@ -180,7 +185,7 @@ bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
             break;
         }
         if (result != 0) {
-            fail(libfabric_fault("fi_writemsg", result, Status::peer_lost), nullptr);
+            fail(libfabric_fault("fi_writemsg", result, Status::refused));
             return true;
         }
         free_.pop_back();
@@ -227,16 +232,19 @@ TransferPtr Lane::free_slot(Slot& slot) {
     return std::move(slot.transfer);
 }
 
-TransferPtr Lane::oldest() const {
-    const Slot* first = nullptr;
-    for (const Slot& slot : slots_)
-        if (slot.transfer && (first == nullptr || slot.sequence < first->sequence)) first = &slot;
-    return first != nullptr ? first->transfer : nullptr;
+TransferPtr Lane::culprit() const {
+    if (culprit_ != nullptr) return culprit_;
+    // A stream that broke cancels all its writes; they are executed in order, so the oldest is the one that broke it.
+    uint64_t first = failed_sequence_;
+    TransferPtr transfer = failed_;
+    for (const Slot& slot : slots_) {
+        if (!slot.transfer || slot.sequence > first) continue;
+        first = slot.sequence;
+        transfer = slot.transfer;
+    }
+    return transfer;
 }
 
-void Lane::fail(Fault fault, TransferPtr culprit) {
-    fault_ = std::move(fault);
-    culprit_ = std::move(culprit);
-}
+void Lane::fail(Fault fault) { fault_ = std::move(fault); }
 
 }  // namespace kvmesh::fabric

@@ -56,8 +56,8 @@ class Lane {
     bool blocked() const { return blocked_; }
     // Set once something failed; nothing is posted from then on.
     const std::optional<Fault>& fault() const { return fault_; }
-    // The transfer whose write the fault is about, where that is known.
-    const TransferPtr& culprit() const { return culprit_; }
+    // The transfer whose write brought the fault about; none where no write did. On a stream it is a well-founded guess.
+    TransferPtr culprit() const;
     bool suspected = false;  // the peer was asked whether it lives
 
     // Keeps a closed region's mapping until no write that was under way here can touch it.
@@ -80,8 +80,7 @@ class Lane {
     long post_one(Slot& slot, const Transfer& transfer, const PageWrite& write);
     Slot* slot_of(void* context);
     TransferPtr free_slot(Slot& slot);
-    TransferPtr oldest() const;
-    void fail(Fault fault, TransferPtr culprit);
+    void fail(Fault fault);
 
     const Nic& nic_;
     uint64_t id_;
@@ -101,7 +100,9 @@ class Lane {
     uint32_t outstanding_ = 0;
     bool blocked_ = false;
     std::optional<Fault> fault_;
-    TransferPtr culprit_;
+    TransferPtr culprit_;  // where the provider named it
+    TransferPtr failed_;   // of the oldest write that failed
+    uint64_t failed_sequence_ = UINT64_MAX;
 };
 
 }  // namespace kvmesh::fabric

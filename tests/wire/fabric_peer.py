@@ -17,15 +17,20 @@ class Peer:
     memory: Memory
     connection: Connection
     lost: LostPeers
+    identity: int
 
     async def open(self, provider: str, length: int, options: dict[str, Any]) -> None:
-        options = {"host": "127.0.0.1", "identity": new_identity(), **options}
-        self.fabric = await Fabric.open(provider=provider, **options)
+        self.identity = new_identity()
+        self.fabric = await Fabric.open(provider=provider, host="127.0.0.1", identity=self.identity, **options)
         self.memory = Memory(self.fabric, length)
         self.lost = LostPeers(self.fabric)
 
     async def about(self) -> dict[str, str]:
-        return {"address": self.fabric.address.hex(), "descriptor": self.memory.descriptor.hex()}
+        return {
+            "identity": str(self.identity),
+            "address": self.fabric.address.hex(),
+            "descriptor": self.memory.descriptor.hex(),
+        }
 
     async def fill(self, byte: int) -> None:
         self.memory.bytes[:] = bytes([byte]) * len(self.memory.bytes)

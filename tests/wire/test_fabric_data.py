@@ -86,9 +86,7 @@ async def test_a_single_write_of_any_length(provider: str, length: int) -> None:
         content = source.fill_random()
         peer = await here.connect(there.address, timeout_s=DEADLINE_S)
         arrival = there.expect(0xFFFFFFFF, 1)
-        transfer = here.write(
-            peer, source.region, 17, target.descriptor, 29, length, 0xFFFFFFFF, timeout_s=DEADLINE_S
-        )
+        transfer = here.write(peer, source.region, 17, target.descriptor, 29, length, 0xFFFFFFFF, timeout_s=DEADLINE_S)
         assert (await transfer.wait()).bytes == length
         async with asyncio.timeout(DEADLINE_S):
             await arrival.wait()
