@@ -115,7 +115,9 @@ def _of(instances: Sequence[Instance], kind: Kind) -> list[Instance]:
 
 def _open(instance: Instance, need: Need) -> bool:
     """Neither known to be full, nor to be avoided until its next heartbeat."""
-    return not instance.full and need.avoid.get(instance.ref) != instance.beats
+    if instance.full or (instance.wary and instance.tally.on_the_way):
+        return False
+    return need.avoid.get(instance.ref) != instance.beats
 
 
 def _best(scored: list[tuple[float, Instance]]) -> tuple[float, Instance] | None:
@@ -189,6 +191,7 @@ def reserve(pair: Pair, attempt: str, prompt_tokens: int, turn: int) -> None:
 def taken(pair: Pair, attempt: str) -> None:
     """The decoder has accepted it."""
     pair.decoder.tally.take(attempt)
+    pair.decoder.wary = False
     if pair.prefiller is not None:
         pair.prefiller.tally.take(attempt)
 

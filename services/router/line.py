@@ -51,10 +51,9 @@ class Line(Generic[W, P]):
         undo: Callable[[P], None],
         *,
         max_length: int,
-        max_wait_s: float,
     ) -> None:
         self._offer, self._undo = offer, undo
-        self._max_length, self._max_wait_s = max_length, max_wait_s
+        self._max_length = max_length
         self._waiters: OrderedDict[asyncio.Future[P], W] = OrderedDict()
         self.pace = Pace()
 
@@ -65,8 +64,8 @@ class Line(Generic[W, P]):
         """The place for `who`, at once where there is room and nobody before it. `again`: it was here before, and goes to
         the front.
 
-        Raises `Refused`: 429 where the line is full, or the wait cannot end, or did not end, by `deadline` (loop time) or
-        the line's own limit; 503 where nobody is there to wait for.
+        Raises `Refused`: 429 where the line is full, or the wait cannot end, or did not end, by `deadline` (loop time);
+        503 where nobody is there to wait for.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[P] = loop.create_future()
@@ -77,10 +76,9 @@ class Line(Generic[W, P]):
             self.kick()
             if future.done():
                 return future.result()
-            limit = min(deadline, loop.time() + self._max_wait_s)
-            if not again:
-                self._check(limit - loop.time())
-            return await self._until(future, limit)
+            if not again or not self._max_length:
+                self._check(deadline - loop.time())
+            return await self._until(future, deadline)
         except BaseException:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._undo(future.result())
@@ -120,9 +118,9 @@ class Line(Generic[W, P]):
             )
             raise Refused(reason, retry_after_s=expected - limit_s, status=429)
 
-    async def _until(self, future: asyncio.Future[P], limit: float) -> P:
+    async def _until(self, future: asyncio.Future[P], deadline: float) -> P:
         try:
-            async with asyncio.timeout_at(limit):
+            async with asyncio.timeout_at(deadline):
                 return await future
         except TimeoutError:
             raise Refused("all instances stayed busy", retry_after_s=self._hint(), status=429) from None

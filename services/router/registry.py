@@ -27,7 +27,7 @@ Kind = tuple[int, str, KvLayout]
 class Instance:
     """One incarnation: its last announcement, and what this router knows beyond it."""
 
-    __slots__ = ("announce", "beats", "full", "heard_at", "kind", "picked", "tally")
+    __slots__ = ("announce", "beats", "full", "heard_at", "kind", "picked", "tally", "wary")
 
     def __init__(self, announce: Announce, now: float) -> None:
         self.announce = announce
@@ -36,6 +36,8 @@ class Instance:
         self.beats = 1
         self.full = False
         """It refused as busy since its last heartbeat."""
+        self.wary = False
+        """It refused as busy, and has taken nothing since: it gets one at a time, lest a whole line runs against it."""
         self.picked = 0
         """When it was last chosen, in choices: equals take turns."""
         self.tally = Tally()
@@ -55,6 +57,10 @@ class Instance:
     @property
     def ready(self) -> bool:
         return self.announce.state == "ready"
+
+    def refused(self) -> None:
+        """It said that it is busy."""
+        self.full = self.wary = True
 
     def renew(self, announce: Announce, now: float) -> None:
         self.announce = announce

@@ -101,9 +101,7 @@ class Relay:
         self._me, self._settings, self._bus, self._registry, self._metrics = me, settings, bus, registry, metrics
         self.table = AttemptTable()
         self.courier = Courier(bus)
-        self.line: Line[Request, Attempt] = Line(
-            self._offer, self._undo, max_length=settings.max_queue, max_wait_s=settings.queue_timeout_s
-        )
+        self.line: Line[Request, Attempt] = Line(self._offer, self._undo, max_length=settings.max_queue)
         self._back = asyncio.Event()
         bus.on_reconnect(self._back.set)
         self._loop = asyncio.get_running_loop()
@@ -137,16 +135,17 @@ class Relay:
                 self._idle.set()
 
     async def _run(self, request: Request) -> Attempt:
-        tries, placed = 0, False
+        tries, again, waits_since = 0, False, request.began
         while True:
-            attempt = await self._place(request, again=placed)
-            placed = True
+            attempt = await self._place(request, waits_since + self._settings.queue_timeout_s, again=again)
+            again = True
             try:
                 if await self._try(attempt, request):
                     self._note_success(attempt, request)
                     return attempt
             except AttemptFailed as failure:
                 tries += 1
+                waits_since = self._loop.time()
                 self._note_failure(attempt, request, failure)
                 if request.consumer.begun or not failure.retryable or tries >= self._settings.max_attempts:
                     raise
@@ -154,13 +153,13 @@ class Relay:
             finally:
                 self._close(attempt)
 
-    async def _place(self, request: Request, *, again: bool) -> Attempt:
-        """A place on a pair; waits for the broker and in the line."""
+    async def _place(self, request: Request, patience: float, *, again: bool) -> Attempt:
+        """A place on a pair; waits for the broker, and in the line until `patience` (loop time)."""
         request.reset()
         begin = self._loop.time()
         with traces.span("router.queue"):
             await self._await_broker()
-            attempt = await self.line.wait(request, request.deadline, again=again)
+            attempt = await self.line.wait(request, min(request.deadline, patience), again=again)
         self._metrics.queue.observe(self._loop.time() - begin)
         return attempt
 
@@ -202,6 +201,8 @@ class Relay:
         if isinstance(reply, RefusedReply):
             return self._on_refusal(attempt, request, reply)
         attempt.accept(self._loop.time())
+        if len(self.line):
+            self.line.kick()
         return True
 
     def _generate(self, attempt: Attempt, request: Request) -> Generate:
@@ -225,7 +226,7 @@ class Relay:
         self._metrics.refusals.labels(refusal.code).inc()
         match refusal.code:
             case "busy":
-                decoder.full = True
+                decoder.refused()
             case "draining":
                 self._registry.draining(decoder.ref)
             case "stale_incarnation":

@@ -61,6 +61,11 @@ class Tally:
             self._add(share, 1)
 
     @property
+    def on_the_way(self) -> int:
+        """Attempts that were sent and not taken yet."""
+        return len(self._sent)
+
+    @property
     def attempts(self) -> int:
         """This router's attempts there."""
         return len(self._sent) + len(self._taken) + len(self._settled)

@@ -152,6 +152,19 @@ def test_one_that_refused_as_busy_is_left_alone_until_its_heartbeat() -> None:
     assert pick([full], [prefiller()], tokens=5)[0] == "full"
 
 
+def test_one_that_refused_gets_one_at_a_time_until_it_takes_one() -> None:
+    wary = decoder("wary")
+    wary.refused()
+    wary.renew(wary.announce, 1.0)
+    turns = Turns([wary], [prefiller()])
+    first = turns.next()
+    assert isinstance(first, Pair)
+    assert isinstance(turns.next(), NoRoom)
+    dispatch.taken(first, "a1")
+    assert isinstance(turns.next(), Pair)
+    assert isinstance(turns.next(), Pair)
+
+
 def test_a_request_avoids_where_it_failed_until_that_is_heard_of_again() -> None:
     failed, other = decoder("failed", step_s=0.001), decoder("other")
     need = Need(5, {failed.ref: failed.beats})

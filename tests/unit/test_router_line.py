@@ -37,8 +37,8 @@ class Rooms:
         self.free += 1
         self.undone.append(place)
 
-    def line(self, *, max_length: int = 10, max_wait_s: float = 5.0) -> Line[str, str]:
-        return Line(self.offer, self.undo, max_length=max_length, max_wait_s=max_wait_s)
+    def line(self, *, max_length: int = 10) -> Line[str, str]:
+        return Line(self.offer, self.undo, max_length=max_length)
 
 
 def soon() -> float:
@@ -136,9 +136,9 @@ async def test_a_full_line_refuses_with_a_hint() -> None:
 
 async def test_a_wait_that_is_too_long_ends_in_429() -> None:
     rooms = Rooms()
-    line = rooms.line(max_wait_s=0.01)
+    line = rooms.line()
     with pytest.raises(Refused, match="stayed busy") as raised:
-        await line.wait("a", soon())
+        await line.wait("a", asyncio.get_running_loop().time() + 0.01)
     assert raised.value.status == 429
     assert len(line) == 0
 
@@ -181,7 +181,7 @@ async def test_a_place_given_in_the_moment_its_waiter_leaves_is_given_back() -> 
 
 async def test_a_line_that_is_known_to_be_too_slow_refuses_at_once() -> None:
     rooms = Rooms()
-    line = rooms.line(max_wait_s=5.0)
+    line = rooms.line()
     for second in range(20):
         line.pace.departed(float(second))
     tasks = await waiting(line, *"abcd")

@@ -1,0 +1,105 @@
+"""A whole router under test: a real broker, a real HTTP server, fake instances on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+from prometheus_client import CollectorRegistry
+
+from services.router.main import running
+from services.router.service import RouterService
+from shared.config import RouterSettings
+from tests.broker import Broker
+from tests.fake_mesh import FakeMesh, fake_mesh
+from tests.tiny_model import byte_level, served_model
+
+HI: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+DEAD_AFTER_S = 0.8
+
+
+def ids(text: str) -> list[int]:
+    return byte_level().encode(text, add_special_tokens=False).ids
+
+
+class Front:
+    """The router as a client and an operator see it."""
+
+    def __init__(self, url: str, service: RouterService, mesh: FakeMesh, session: aiohttp.ClientSession) -> None:
+        self.url, self.service, self.mesh, self.session = url, service, mesh, session
+
+    def chat(self, *, stream: bool = False, **fields: Any) -> Any:
+        """A chat request in the making: `async with` it, or `await` it."""
+        return self.session.post(self.url + "/v1/chat/completions", json={**HI, "stream": stream, **fields})
+
+    async def answer(self, **fields: Any) -> tuple[int, dict[str, Any], Any]:
+        """Status, body, headers of a chat that is not streamed."""
+        async with self.chat(**fields) as response:
+            return response.status, await response.json(), response.headers
+
+    async def ready(self) -> tuple[int, dict[str, Any]]:
+        async with self.session.get(self.url + "/ready") as response:
+            return response.status, await response.json()
+
+    async def until_ready(self, count: int) -> None:
+        """Until the router has heard of so many instances."""
+        await self.until(lambda: len(self.service.registry.instances) >= count)
+
+    async def until(self, what: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        """Until something inside the router holds; nothing outside tells of it."""
+        async with asyncio.timeout(timeout_s):
+            while not what():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    def metric(self, name: str, **labels: str) -> float:
+        registry: CollectorRegistry = self.service.metrics.registry
+        return registry.get_sample_value(name, labels) or 0.0
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=20.0)
+
+    async def clean(self) -> None:
+        """Nothing is left of any request: attempts, places, counts. What must hold after every test."""
+        relay = self.service.relay
+        await self.until(lambda: not len(relay.table) and not len(relay.line) and not len(relay.courier))
+        for known in self.service.registry.instances:
+            assert known.tally.attempts == 0, f"{known.ref.name} still counts {known.tally.attempts}"
+
+
+@asynccontextmanager
+async def front(broker: Broker, **settings: Any) -> AsyncIterator[Front]:
+    """A router with short times, checked to be clean at the end."""
+    defaults: dict[str, Any] = {
+        "name": "router",
+        "nats_url": broker.url,
+        "nats_token": broker.token,
+        "port": 0,
+        "dead_after_s": DEAD_AFTER_S,
+        "request_timeout_s": 20.0,
+    }
+    chosen = RouterSettings(**{**defaults, **settings})
+    async with (
+        fake_mesh(broker) as mesh,
+        running(chosen, served_model()) as (service, url),
+        aiohttp.ClientSession() as session,
+    ):
+        made = Front(url, service, mesh, session)
+        yield made
+        await made.clean()
+
+
+def events(text: str) -> list[str]:
+    """The data of each event, names put in front where there are any."""
+    assert text.endswith("\n\n")
+    return [event.replace("\ndata: ", " ").removeprefix("data: ") for event in text.removesuffix("\n\n").split("\n\n")]
+
+
+def text_of(stream: str) -> str:
+    chunks = [json.loads(event) for event in events(stream) if event != "[DONE]" and not event.startswith("event:")]
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk.get("choices", []))
