@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.tiny_model import BOS, END, TEMPLATE, byte_level
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -35,4 +38,15 @@ def save(kind: str, directory: Path, *, seed: int = 0, **changes: Any) -> Path:
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.25)
     model.to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def save_served(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A Llama with a tokenizer and a chat template: all that a router, too, needs."""
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    save("llama", directory, seed=seed, **{"vocab_size": size, "eos_token_id": END, "bos_token_id": BOS, **changes})
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory

@@ -81,15 +81,15 @@ async def _announce_when_ready(parts: list[Supervised], settings: UpSettings) ->
         async with asyncio.timeout(settings.start_timeout_s):
             for part in parts:
                 await part.ready.wait()
-            await _until_pairs(parts[0].url)
+            served = await _until_pairs(parts[0].url)
     except TimeoutError:
         late = ", ".join(part.name for part in parts if not part.ready.is_set()) or "a working pair"
         raise PartEnded(f"not ready within {settings.start_timeout_s:g} s: {late}") from None
-    print(_try_it(parts[0].url, settings.model), flush=True)
+    print(_try_it(parts[0].url, served), flush=True)
 
 
-async def _until_pairs(url: str) -> None:
-    """Until the router says that it has a working pair."""
+async def _until_pairs(url: str) -> str:
+    """Until the router says that it has a working pair; the name under which it serves the model."""
     from aiohttp import ClientError, ClientSession
 
     async with ClientSession() as session:
@@ -97,10 +97,13 @@ async def _until_pairs(url: str) -> None:
             try:
                 async with session.get(f"{url}/ready") as answer:
                     if answer.status == 200:
-                        return
+                        break
             except ClientError:
                 pass  # it is starting again: asked once more below
             await asyncio.sleep(0.1)
+        async with session.get(f"{url}/v1/models") as answer:
+            name: str = (await answer.json())["data"][0]["id"]
+            return name
 
 
 def _try_it(url: str, model: str) -> str:
