@@ -18,7 +18,7 @@ from shared.bus import Message
 from shared.config import PrefillSettings
 from shared.engine.pages import pack_pages
 from shared.engine.protocol import Row, Step, StepDone
-from shared.errors import BusError, EngineError, FabricError, KvmeshError, MeshError, StepFailed
+from shared.errors import AttemptFailed, BusError, EngineError, FabricError, KvmeshError, MeshError, StepFailed
 from shared.instance import Instance
 from shared.messages import Accepted, CancelPrefill, Drained, Load, Prefill, RefusedReply, Reply, ToPrefiller
 from shared.messenger import sender
@@ -191,7 +191,7 @@ class PrefillService:
             outcome = "cancelled"
         except TimeoutError:
             outcome = "failed"
-            running.fail(MeshError("the request's deadline passed"))
+            running.fail(AttemptFailed("prefill", "the request's deadline passed", retryable=False))
         except KvmeshError as error:
             outcome = "failed"
             running.fail(error)
@@ -230,13 +230,13 @@ class PrefillService:
             self._idle.set()
 
     async def _tell_failed(self, running: Running) -> None:
-        prefill = running.job.prefill
+        prefill, reason = running.job.prefill, running.reason()
         drained = Drained(
             attempt=prefill.attempt,
             decoder=prefill.decoder,
             prefiller=self._instance.ref,
-            error=str(running.reason()),
-            retryable=not isinstance(running.reason(), TimeoutError),
+            error=str(reason),
+            retryable=reason.retryable if isinstance(reason, AttemptFailed) else True,
         )
         try:
             subject = subjects.inbox("decode", prefill.decoder)
@@ -251,7 +251,8 @@ class PrefillService:
         runs = [self._running[part.job.attempt] for part in parts]
         for run in runs:
             run.enter_step(time.monotonic_ns(), self._metrics)
-        self.sender.arm(self._counter, self._sender_parts(parts, runs))
+        for outgoing, error in self.sender.arm(self._counter, self._sender_parts(parts, runs)):
+            self._running[outgoing.prefill.attempt].fail(error)
         self._step += 1
         step = Step(step=self._step, rows=[self._row(part) for part in parts], signal=True)
         try:

@@ -103,13 +103,15 @@ class KvSender:
         )
         return Outgoing(prefill, peer, slot, geometry)
 
-    def arm(self, counter: int, parts: Sequence[ChunkPart]) -> None:
-        """Before a chunk's forward: layer l of every part is written when the layer counter passes `counter + l`."""
+    def arm(self, counter: int, parts: Sequence[ChunkPart]) -> list[tuple[Outgoing, FabricError]]:
+        """Before a chunk's forward: layer l of every part is written when the layer counter passes `counter + l`. Returns
+        the parts that cannot be written (a connection just lost, a descriptor that is none), each with its error."""
         writes = [self._paged_write(part) for part in parts]
-        transfers = self._watcher.arm(counter, writes)
-        for part, transfer in zip(parts, transfers, strict=True):
-            part.outgoing.transfers.append(transfer)
-            part.outgoing.writes += len(part.pages) * self._layout.num_layers
+        try:
+            self._armed(parts, self._watcher.arm(counter, writes))
+        except FabricError:
+            return self._arm_each(counter, parts, writes)
+        return []
 
     def disarm(self) -> None:
         """The chunk failed: nothing more of it is written."""
@@ -139,6 +141,23 @@ class KvSender:
         self._watcher.close()
         self._tail_region.close()
         self._tails.close()
+
+    def _arm_each(
+        self, counter: int, parts: Sequence[ChunkPart], writes: Sequence[PagedWrite]
+    ) -> list[tuple[Outgoing, FabricError]]:
+        """One bad part must not take the others with it: each is a plan of its own, one after another."""
+        failed = []
+        for part, write in zip(parts, writes, strict=True):
+            try:
+                self._armed([part], self._watcher.arm(counter, [write]))
+            except FabricError as error:
+                failed.append((part.outgoing, error))
+        return failed
+
+    def _armed(self, parts: Sequence[ChunkPart], transfers: Sequence[Transfer]) -> None:
+        for part, transfer in zip(parts, transfers, strict=True):
+            part.outgoing.transfers.append(transfer)
+            part.outgoing.writes += len(part.pages) * self._layout.num_layers
 
     def _paged_write(self, part: ChunkPart) -> PagedWrite:
         prefill = part.outgoing.prefill

@@ -11,7 +11,7 @@ import pytest
 from shared.errors import PeerLost
 from shared.messages import Accepted, InstanceRef, RefusedReply
 from tests.fake_fabric import FakeFabric
-from tests.inproc import LAYOUT, mesh
+from tests.inproc import LAYOUT, mesh, real_fabric
 from tests.toy_executor import toy_output
 
 
@@ -307,3 +307,20 @@ async def test_the_broker_goes_and_comes_back():
 
 def test_the_toy_layout_is_worth_testing():
     assert LAYOUT.num_layers > 1
+
+
+async def test_a_bad_descriptor_fails_its_attempt_alone():
+    """On the real fabric: what a peer sends is checked before it is used, and one bad attempt hurts no other."""
+    async with mesh(real_fabric) as whole:
+        router = await whole.router()
+        prefill = await whole.prefiller(chunk_tokens=64)
+        decode, bad = await whole.decoder("decode"), await whole.decoder("bad")
+        bad.instance.region.__class__ = type("Forged", (type(bad.instance.region),), {"descriptor": b"nonsense"})
+        good = router.generate(decode, prefill.announce, [1, 2, 3, 4, 5, 6])
+        forged = router.generate(bad, prefill.announce, [6, 5, 4, 3, 2, 1])
+        await asyncio.gather(router.start(good), router.start(forged))
+        assert await router.result(good) == toy_output([1, 2, 3, 4, 5, 6], 6)
+        await router.until(lambda: router.ended(forged.attempt), within_s=3)
+        assert "descriptor" in router.emits[forged.attempt][-1].error
+        for node in (prefill, decode, bad):
+            await node.until_idle()
