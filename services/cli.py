@@ -26,3 +26,7 @@ def main() -> None:
         print(f"kvmesh: no command {command!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     importlib.import_module(COMMANDS[command][0]).main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

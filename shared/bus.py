@@ -71,8 +71,10 @@ class Bus:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, url: str, *, token: str = "", name: str = "kvmesh") -> AsyncIterator[Bus]:
-        """Raises `BusError`, naming the URL, when the broker is not there within `CONNECT_TIMEOUT_S`."""
+    async def connect(
+        cls, url: str, *, token: str = "", name: str = "kvmesh", timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> AsyncIterator[Bus]:
+        """Raises `BusError`, naming the URL, when the broker is not there within `timeout_s`."""
         client = Client()
         bus = cls(client)
         options: dict[str, Any] = {
@@ -87,7 +89,7 @@ class Bus:
             "disconnected_cb": bus._on_disconnect,
             "reconnected_cb": bus._on_reconnect,
         }
-        await _connect(client, url, options)
+        await _connect(client, url, options, timeout_s)
         try:
             yield bus
         finally:
@@ -168,14 +170,14 @@ class Bus:
             callback()
 
 
-async def _connect(client: Client, url: str, options: dict[str, Any]) -> None:
+async def _connect(client: Client, url: str, options: dict[str, Any], timeout_s: float) -> None:
     """nats-py tries for ever when `max_reconnect_attempts` is -1, the first time too; so the wait has its own deadline."""
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await client.connect(url, **options)
     except TimeoutError:
         await _close(client)
-        raise BusError(f"no broker at {url} within {CONNECT_TIMEOUT_S:g} s") from None
+        raise BusError(f"no broker at {url} within {timeout_s:g} s") from None
     except (OSError, nats.errors.Error) as error:
         await _close(client)
         raise BusError(f"no broker at {url}: {error}") from None
