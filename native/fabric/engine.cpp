@@ -155,7 +155,8 @@ void Engine::drop_lane(uint64_t id, const Fault& fault) {
         if (transfer->lane() == id) transfer->stop(fault);
     sockaddr family{};
     std::memcpy(&family, endpoint.data(), std::min(endpoint.size(), sizeof family));
-    bool by_port = nic_.provider().libfabric_name.rfind("tcp", 0) == 0 &&
+    const std::string& name = nic_.provider().libfabric_name;
+    bool by_port = (name.rfind("tcp", 0) == 0 || name.rfind("net", 0) == 0) &&
                    (family.sa_family == AF_INET || family.sa_family == AF_INET6);
     if (!by_port) return;
     SocketAddress address;

@@ -46,8 +46,9 @@ Provider Provider::named(const std::string& name) {
     Provider provider;
     provider.name = name;
     if (name == "tcp") {
-        // Before 1.18 the tcp provider has no reliable datagram endpoints of its own.
-        provider.libfabric_name = fi_version() < FI_VERSION(1, 18) ? "tcp;ofi_rxm" : "tcp";
+        // Before 1.18 the native reliable datagram endpoints are a provider of their own. `tcp;ofi_rxm` is no choice: when a
+        // connection ends in the middle of a remote write, rxm (1.17) reads an error without a context and crashes.
+        provider.libfabric_name = fi_version() < FI_VERSION(1, 18) ? "net" : "tcp";
     } else if (name == "shm") {
         provider.libfabric_name = "shm";
     } else if (name.rfind(kPrefix, 0) == 0 && name.size() > std::strlen(kPrefix)) {

@@ -19,7 +19,7 @@ from shared.transfer.handles import Connection, Region
 from shared.transfer.interface import PagedWrite, PageGeometry
 
 # The suite runs on each of these that is present. Others that libfabric has are for experiments.
-PROVIDERS = [name for name in ("tcp", "shm") if name in providers()]
+PROVIDERS = [name for name in os.environ.get("KVMESH_FABRIC_PROVIDERS", "tcp,shm").split(",") if name in providers()]
 DEADLINE_S = 20.0
 # "A dead peer is noticed in a second or two."
 NOTICED_S = 2.0

@@ -96,12 +96,11 @@ async def test_each_layer_goes_when_the_counter_passes_it(provider: str) -> None
         passed = []
         for layer in range(LAYERS):
             assert r.there.stats().arrived == layer * PAGES
+            arrival = r.there.expect(1, PAGES)
             passed.append(time.monotonic_ns())
             r.counter.advance()
-            arrival = r.there.expect(1, PAGES)
             async with asyncio.timeout(DEADLINE_S):
                 await arrival.wait()
-            # The counter of the next layer starts anew.
             arrival.close()
             assert r.layer_is_there(layer)
             assert layer == LAYERS - 1 or not r.layer_is_there(layer + 1)
@@ -150,8 +149,8 @@ async def test_a_counter_that_nobody_wakes_is_polled(provider: str) -> None:
         watcher = r.here.watch(r.counter.fd, poll_s=0.001)
         [transfer] = watcher.arm(0, [r.plan(1, [*range(PAGES)])])
         for layer in range(LAYERS):
-            r.counter.advance(wake=False)
             arrival = r.there.expect(1, PAGES)
+            r.counter.advance(wake=False)
             async with asyncio.timeout(DEADLINE_S):
                 await arrival.wait()
             arrival.close()
