@@ -234,6 +234,13 @@ NB_MODULE(_kernels, m) {
             },
             "word"_a)
         .def("advance", [](LayerCounter& self) { return advance(self.word.data()); })
+        .def(
+            "wait_above",
+            [](const LayerCounter& self, uint64_t value, double timeout_s) {
+                nb::gil_scoped_release unlocked;
+                return wait_above(self.word.data(), value, timeout_s);
+            },
+            "value"_a, "timeout_s"_a, "Sleep until the counter is above `value`, or the time is up; what it is then.")
         .def_prop_ro("value", [](const LayerCounter& self) { return read_counter(self.word.data()); });
 
     m.def("rms_norm", &rms_norm, "context"_a, "x"_a, "weight"_a, "eps"_a, "out"_a);

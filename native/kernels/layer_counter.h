@@ -9,4 +9,7 @@ namespace kvmesh {
 uint64_t advance(uint64_t* word);
 uint64_t read_counter(const uint64_t* word);
 
+// Sleeps until the counter is above `value` or `timeout_s` seconds have passed; returns what it is then.
+uint64_t wait_above(const uint64_t* word, uint64_t value, double timeout_s);
+
 }  // namespace kvmesh

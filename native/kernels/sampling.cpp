@@ -9,6 +9,8 @@ namespace kvmesh {
 
 namespace {
 
+constexpr float kGreedyBelow = 1e-6f;  // 1 / temperature stays finite
+
 int32_t greatest(int vocab, const float* logits) {
     int32_t best = 0;
     for (int i = 1; i < vocab; ++i)
@@ -86,11 +88,12 @@ int32_t draw_ranked(int vocab, const float* weights, float least, const Draw& dr
 
 int32_t sample(const Kernels& kernels, int vocab, const float* logits, const Draw& draw, Arena<float>& scratch) {
     int32_t best = greatest(vocab, logits);
-    if (best < 0 || draw.temperature == 0.0f) return best;
+    if (best < 0 || draw.temperature < kGreedyBelow) return best;
     float* weights = scratch.get(vocab);
     kernels.softmax_weights(vocab, logits, logits[best], 1.0f / draw.temperature, weights);
-    if (draw.top_k <= 0 && draw.top_p >= 1.0f) return draw_any(vocab, weights, draw.min_p, draw.uniform);
-    return draw_ranked(vocab, weights, draw.min_p, draw);
+    float least = std::min(draw.min_p, 1.0f);  // the likeliest token weighs exactly 1
+    if (draw.top_k <= 0 && draw.top_p >= 1.0f) return draw_any(vocab, weights, least, draw.uniform);
+    return draw_ranked(vocab, weights, least, draw);
 }
 
 void philox(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]) {

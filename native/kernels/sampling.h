@@ -8,7 +8,7 @@
 namespace kvmesh {
 
 struct Draw {
-    float temperature;  // 0: the first of the largest logits
+    float temperature;  // under 1e-6: the first of the largest logits
     float top_p;        // 1: no limit
     float min_p;        // 0: no limit
     int top_k;          // 0: no limit

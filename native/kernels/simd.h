@@ -136,11 +136,11 @@ static inline float peak(vf v) {
 }
 #endif
 
-// e^x for x <= 88, relative error under 2e-7; exactly 0 below -87, so that a masked score weighs nothing. Range
-// reduction by ln 2 in two parts, then the degree-6 Taylor-like minimax polynomial of Cephes' expf.
+// e^x for x <= 88, relative error under 2e-7; infinity above 88.4, exactly 0 below -87, so that a masked score weighs
+// nothing. Range reduction by ln 2 in two parts, then the degree-6 Taylor-like minimax polynomial of Cephes' expf.
 static inline vf vexp(vf given) {
     const vf magic = splat(12582912.0f);
-    vf x = vmin(vmax(given, splat(-87.0f)), splat(88.0f));
+    vf x = vmin(vmax(given, splat(-87.0f)), splat(88.9f));
     vf t = fma(x, splat(1.44269504f), magic);
     vf n = t - magic;
     vf r = fma(n, splat(-0.693359375f), x);

@@ -6,17 +6,34 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 
 class ChildProcess:
     """Starts at construction. Must be made, used and closed on one running event loop."""
 
-    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        environ: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        """`stdout`, `stderr`: as in `subprocess`, None inherits."""
         self._loop = asyncio.get_running_loop()
-        self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=pass_fds, env=environ)
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, pass_fds=pass_fds, env=environ
+        )
         self._exited: asyncio.Future[int] = self._loop.create_future()
         self._pidfd = os.pidfd_open(self._popen.pid)
         self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The read end, where `stdout` was `subprocess.PIPE`; the caller's to close."""
+        return self._popen.stdout
 
     @property
     def pid(self) -> int:

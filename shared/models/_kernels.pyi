@@ -93,6 +93,9 @@ class LayerCounter:
 
     def __init__(self, word: NDArray[np.uint64]) -> None: ...
     def advance(self) -> int: ...
+    def wait_above(self, value: int, timeout_s: float) -> int:
+        """Sleep until the counter is above `value`, or the time is up; what it is then."""
+
     @property
     def value(self) -> int: ...
 

@@ -35,7 +35,7 @@ def resolve(model: str) -> Path:
     processes may ask at once. Raises `ModelError`.
     """
     directory = Path(model).expanduser()
-    if directory.is_dir():
+    if model and directory.is_dir():
         return directory.resolve()
     if model == DEFAULT_MODEL:
         return _default_model()
