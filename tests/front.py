@@ -33,6 +33,8 @@ class Front:
 
     def __init__(self, url: str, service: RouterService, mesh: FakeMesh, session: aiohttp.ClientSession) -> None:
         self.url, self.service, self.mesh, self.session = url, service, mesh, session
+        self.closing: list[Callable[[], None]] = []
+        """Called at the end, before the router is checked to be clean."""
 
     def chat(self, *, stream: bool = False, **fields: Any) -> Any:
         """A chat request in the making: `async with` it, or `await` it."""
@@ -91,6 +93,8 @@ async def front(broker: Broker, **settings: Any) -> AsyncIterator[Front]:
     ):
         made = Front(url, service, mesh, session)
         yield made
+        for close in made.closing:
+            close()
         await made.clean()
 
 

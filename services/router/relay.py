@@ -10,6 +10,7 @@ import asyncio
 import logging
 from typing import Protocol
 
+from services.router.asking import ask
 from services.router.attempts import PREFILL_STAGES, Attempt, AttemptTable
 from services.router.courier import Courier
 from services.router.dispatch import Need, NoPair, NoRoom, Pair, choose, release, reserve
@@ -185,9 +186,8 @@ class Relay:
         """Until the decoder has answered. False: not taken, and it is known there."""
         decoder = attempt.pair.decoder
         try:
-            reply: Reply = await self._bus.request(
-                inbox("decode", decoder.ref), self._generate(attempt, request), Reply, timeout_s=ACCEPT_S
-            )
+            generate = self._generate(attempt, request)
+            reply: Reply = await ask(self._bus, inbox("decode", decoder.ref), generate, Reply, timeout_s=ACCEPT_S)
         except NobodyListens:
             attempt.settled = True
             request.avoid[decoder.ref] = decoder.beats

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.router.asking import ask
 from services.router.metrics import RouterMetrics
 from services.router.model import ServedModel
 from services.router.registry import Registry
@@ -46,7 +47,6 @@ class RouterService:
         await self._bus.subscribe(subjects.ANNOUNCE, Announce, self._on_announce)
         self._bus.on_reconnect(self._discover.set)
         await self._bus.publish(subjects.DISCOVER, Discover())
-        await self._bus.flush()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -98,13 +98,13 @@ class RouterService:
         self.relay.courier.forget(ref)
 
     async def _watch(self) -> None:
-        """Counts silence, but only while this router can hear: each tick the broker must answer, and in time; a tick that
-        came late says that this process itself stood still."""
+        """Counts silence, but only while this router can hear: each tick it must hear itself, and in time; a tick that came
+        late says that this process stood still."""
         tick_s = self.settings.dead_after_s / 4
         while True:
             before = self._loop.time()
             await asyncio.sleep(tick_s)
-            hears = await self._broker_answers(tick_s)
+            hears = await self._hears(tick_s)
             now = self._loop.time()
             if hears and now - before < 3 * tick_s:
                 self._sweep(now)
@@ -119,9 +119,12 @@ class RouterService:
         self.relay.table.sweep(now, dead_after_s + STATUS_GRACE_S)
         self.relay.line.kick()
 
-    async def _broker_answers(self, timeout_s: float) -> bool:
+    async def _hears(self, timeout_s: float) -> bool:
+        """Whether a message through the broker reaches this router's own inbox. An empty status of its own says nothing
+        about anybody's attempts."""
+        echo = StreamStatus(decoder=self.me, router=self.me, emitted={})
         try:
-            await self._bus.flush(timeout_s)
+            await ask(self._bus, subjects.inbox("router", self.me), echo, Accepted, timeout_s=timeout_s)
         except BusError:
             return False
         return True

@@ -1,0 +1,460 @@
+"""Everything ends: clients that leave in any state, decoders that refuse, fall silent, die or are born again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.router.attempts import Attempt
+from services.router.relay import Request
+from services.router.validate import Job
+from shared.messages import Accepted, Generate, Load
+from tests.broker import Broker
+from tests.fake_mesh import LAYOUT, FakeDecoder, accepting, refusing, saying, silent
+from tests.front import HI, Front, events, front, ids, text_of
+from tests.unit.test_router_answers import job as any_job
+
+TEXT = "the quick brown fox"
+
+QUICK = {"max_attempts": 1}
+
+
+@pytest.fixture
+async def router(nats: Broker) -> AsyncIterator[Front]:
+    async with front(nats) as made:
+        await made.mesh.prefiller()
+        yield made
+
+
+class Client:
+    """A connection of its own, which can be cut at any moment."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def ask(cls, router: Front, *, part: float = 1.0, **fields: Any) -> Client:
+        host, port = router.url.removeprefix("http://").split(":")
+        client = cls(*await asyncio.open_connection(host, int(port)))
+        router.closing.append(client.leave)
+        body = json.dumps({**HI, **fields}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        client.writer.write(head + body[: int(len(body) * part)])
+        await client.writer.drain()
+        return client
+
+    async def read_until(self, mark: bytes) -> bytes:
+        async with asyncio.timeout(5.0):
+            return await self.reader.readuntil(mark)
+
+    def leave(self) -> None:
+        self.writer.transport.abort()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Quiet:
+    """A consumer that counts."""
+
+    begun = stopped = False
+    tokens = 0
+
+    def reset(self) -> None:
+        self.tokens = 0
+
+    def on_tokens(self, tokens: list[int]) -> bool:
+        self.tokens += len(tokens)
+        return True
+
+    async def advance(self, attempt: Attempt) -> None:
+        await asyncio.sleep(0)
+
+
+async def asked(decoder: FakeDecoder, count: int = 1) -> Generate:
+    await decoder.until(lambda: len(decoder.generates) >= count)
+    return decoder.generates[count - 1]
+
+
+class TestTheClientLeaves:
+    """In whatever state: the decoder hears of it at once, and the router keeps nothing (checked by `front`)."""
+
+    async def test_while_it_sends_its_request(self, router: Front) -> None:
+        client = await Client.ask(router, part=0.5)
+        client.leave()
+        await router.until(lambda: router.metric("kvmesh_requests_total", endpoint="chat", outcome="disconnected") == 1)
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_while_it_waits_in_line(self, router: Front, stream: bool) -> None:
+        decoder = await router.mesh.decoder(accepting, load=Load(free_pages=0, total_pages=100))
+        await router.until_ready(2)
+        client = await Client.ask(router, stream=stream)
+        await router.until(lambda: len(router.service.relay.line) == 1)
+        client.leave()
+        await router.until(lambda: len(router.service.relay.line) == 0)
+        assert decoder.generates == []
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_while_the_decoder_has_not_answered(self, router: Front, stream: bool) -> None:
+        decoder = await router.mesh.decoder(silent)
+        await router.until_ready(2)
+        client = await Client.ask(router, stream=stream)
+        generate = await asked(decoder)
+        client.leave()
+        await decoder.until(lambda: decoder.cancelled(generate), 1.0)
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_while_its_prompt_is_computed(self, router: Front, stream: bool) -> None:
+        decoder = await router.mesh.decoder(accepting)
+        await router.until_ready(2)
+        client = await Client.ask(router, stream=stream)
+        generate = await asked(decoder)
+        await router.until(lambda: all(a.accepted for a in router.service.relay.table._by_id.values()))
+        client.leave()
+        await decoder.until(lambda: decoder.cancelled(generate), 1.0)
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_while_tokens_come(self, router: Front, stream: bool) -> None:
+        decoder = await router.mesh.decoder(saying(*ids(TEXT)[:3], finish=None))
+        await router.until_ready(2)
+        client = await Client.ask(router, stream=stream)
+        generate = await asked(decoder)
+        if stream:
+            await client.read_until(b"\n\n")
+        else:
+            await router.until(lambda: any(a.received for a in router.service.relay.table._by_id.values()))
+        client.leave()
+        await decoder.until(lambda: decoder.cancelled(generate), 1.0)
+        await router.until(lambda: router.metric("kvmesh_requests_total", endpoint="chat", outcome="disconnected") == 1)
+
+    async def test_in_the_moment_of_the_reply(self, router: Front) -> None:
+        """The cancel follows the Generate on one connection, so it never comes before it."""
+        order: list[str] = []
+
+        async def script(decoder: FakeDecoder, generate: Generate) -> None:
+            order.append("generate")
+            client.leave()
+            await decoder.until(lambda: decoder.cancelled(generate))
+            order.append("cancel")
+            await decoder.reply_to.reply(Accepted(generate.attempt))
+
+        decoder = await router.mesh.decoder(script)
+        await router.until_ready(2)
+        client = await Client.ask(router)
+        generate = await asked(decoder)
+        await decoder.until(lambda: decoder.cancelled(generate))
+        await decoder.until(lambda: len(order) == 2)
+        assert order == ["generate", "cancel"]
+
+    async def test_while_another_attempt_is_sought(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(refusing("unavailable"))
+        await router.until_ready(2)
+        client = await Client.ask(router)
+        await asked(decoder)
+        client.leave()
+        await router.clean()
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_at_any_step_of_the_event_loop(self, router: Front, stream: bool) -> None:
+        """Cancels the request after so many turns of the loop, for every number of them until it is through."""
+        decoder = await router.mesh.decoder(saying(*ids(TEXT)[:2], finish=None), max_batch=100)
+        await router.until_ready(2)
+        relay = router.service.relay
+        through = 0
+        for steps in range(120):
+            consumer = Quiet()
+            request = Request(job(stream), consumer, router.service.metrics, began=now(), timeout_s=5.0)
+            task = asyncio.create_task(relay.run(request))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            through += consumer.tokens == 2
+            assert len(relay.table) == len(relay.line) == 0
+        assert through, "some came as far as their tokens"
+        await decoder.until(lambda: {g.attempt for g in decoder.generates} <= {c.attempt for c in decoder.cancels})
+
+    async def test_two_hundred_leave_within_a_second(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(accepting, max_batch=256)
+        await router.until_ready(2)
+        clients = await asyncio.gather(*[Client.ask(router, stream=True) for _ in range(200)])
+        await decoder.until(lambda: len(decoder.generates) == 200)
+        for client in clients:
+            client.leave()
+        await decoder.until(lambda: len(decoder.cancels) == 200, 1.0)
+        assert {c.attempt for c in decoder.cancels} == {g.attempt for g in decoder.generates}
+        await router.clean()
+        decoder.script = saying(*ids(TEXT))
+        status, body, _ = await router.answer()
+        assert (status, body["choices"][0]["message"]["content"]) == (200, TEXT)
+
+
+def job(stream: bool) -> Job:
+    return any_job(stream=stream)
+
+
+class TestRefusals:
+    async def test_another_decoder_takes_it(self, router: Front) -> None:
+        first = await router.mesh.decoder(
+            refusing("busy"), "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001)
+        )
+        second = await router.mesh.decoder(saying(*ids(TEXT)), "d1")
+        await router.until_ready(3)
+        status, _, headers = await router.answer()
+        assert status == 200
+        assert headers["x-kvmesh-attempt"] == second.generates[0].attempt != first.generates[0].attempt
+        assert first.cancels == second.cancels == [], "a refusal leaves nothing to cancel"
+
+    async def test_all_busy_is_a_wait_that_a_heartbeat_ends(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(refusing("busy"))
+        await router.until_ready(2)
+        request = asyncio.ensure_future(router.answer())
+        await asked(decoder)
+        decoder.script = saying(*ids(TEXT))
+        assert (await request)[0] == 200
+
+    async def test_a_finish_makes_room_without_a_heartbeat(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(accepting, max_batch=1)
+        await router.until_ready(2)
+        router.mesh.alive.clear()
+        first = asyncio.ensure_future(router.answer())
+        generate = await asked(decoder)
+        decoder.script = saying(*ids(TEXT))
+        second = asyncio.ensure_future(router.answer())
+        await router.until(lambda: len(router.service.relay.line) == 1)
+        await decoder.emit(generate, 0, ids(TEXT), finish="stop")
+        assert (await first)[0] == (await second)[0] == 200
+
+    async def test_a_full_line_is_429_with_retry_after(self, nats: Broker) -> None:
+        async with front(nats, max_queue=1) as router:
+            await router.mesh.prefiller()
+            await router.mesh.decoder(accepting, load=Load(free_pages=0, total_pages=100))
+            await router.until_ready(2)
+            waiting = asyncio.ensure_future(router.answer())
+            await router.until(lambda: len(router.service.relay.line) == 1)
+            status, body, headers = await router.answer()
+            assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert int(headers["Retry-After"]) >= 1
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    async def test_a_wait_in_line_has_its_own_deadline(self, nats: Broker) -> None:
+        async with front(nats, queue_timeout_s=0.2) as router:
+            await router.mesh.prefiller()
+            await router.mesh.decoder(refusing("busy"))
+            await router.until_ready(2)
+            status, _, headers = await router.answer()
+            assert status == 429
+            assert "Retry-After" in headers
+
+    async def test_an_invalid_request_is_the_clients_error_at_once(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(refusing("invalid", "the pool has 3 pages", retryable=False))
+        await router.until_ready(2)
+        status, body, _ = await router.answer()
+        assert (status, body["error"]["message"]) == (400, "the pool has 3 pages")
+        assert len(decoder.generates) == 1
+
+    async def test_a_draining_decoder_is_left_alone(self, router: Front) -> None:
+        draining = await router.mesh.decoder(
+            refusing("draining"), "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001)
+        )
+        await router.mesh.decoder(saying(*ids(TEXT)), "d1")
+        await router.until_ready(3)
+        assert (await router.answer())[0] == (await router.answer())[0] == 200
+        assert len(draining.generates) <= 2
+
+    @pytest.mark.parametrize("code", ["mismatch", "duplicate", "unavailable"])
+    async def test_what_always_fails_ends_after_so_many_attempts(self, router: Front, code: str) -> None:
+        decoder = await router.mesh.decoder(refusing(code, "for a reason"))
+        await router.until_ready(2)
+        status, body, headers = await router.answer()
+        assert status == 503
+        assert "for a reason" in body["error"]["message"]
+        assert "Retry-After" in headers
+        assert len(decoder.generates) == 3
+        assert len({g.attempt for g in decoder.generates}) == 3
+
+    async def test_a_failed_prefill_is_told_at_once(self, router: Front) -> None:
+        async def script(decoder: FakeDecoder, generate: Generate) -> None:
+            await decoder.reply_to.reply(Accepted(generate.attempt))
+            await decoder.emit(generate, 0, [], error="prefill: the prompt broke it", retryable=False)
+
+        decoder = await router.mesh.decoder(script)
+        await router.until_ready(2)
+        begin = asyncio.get_running_loop().time()
+        status, body, _ = await router.answer()
+        assert (status, body["error"]["message"]) == (500, "prefill: the prompt broke it")
+        assert asyncio.get_running_loop().time() - begin < 1.0
+        assert len(decoder.generates) == 1
+
+
+class TestNobodyThere:
+    async def test_503_says_what_is_missing(self, nats: Broker) -> None:
+        async with front(nats) as router:
+            status, body, headers = await router.answer()
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert body["error"]["message"] == "no decode instance is there; no prefill instance is there"
+            assert (await router.ready())[0] == 503
+            await router.mesh.decoder(saying(*ids(TEXT)))
+            await router.until_ready(1)
+            assert (await router.answer())[1]["error"]["message"] == "no prefill instance is there"
+            await router.mesh.prefiller()
+            await router.until_ready(2)
+            assert (await router.ready())[0] == 200
+            assert (await router.answer())[0] == 200
+
+    async def test_a_pair_that_does_not_fit_is_named_with_both_values(self, router: Front) -> None:
+        await router.mesh.decoder(saying(*ids(TEXT)), layout=msgspec.structs.replace(LAYOUT, page_size=64))
+        await router.until_ready(2)
+        status, body = await router.ready()
+        assert status == 503
+        assert "layout.page_size differs: prefiller has 16, decoder has 64" in body["reason"]
+        assert body["mismatches"]
+        status, body, _ = await router.answer()
+        assert status == 503
+        assert "prefiller has 16, decoder has 64" in body["error"]["message"]
+
+    async def test_instances_that_were_there_before_the_router_are_found_at_once(self, nats: Broker) -> None:
+        """They answer its question, whatever their heartbeat."""
+        from tests.fake_mesh import fake_mesh
+
+        async with fake_mesh(nats) as mesh:
+            await mesh.decoder(saying(*ids(TEXT)))
+            await mesh.prefiller()
+            mesh.alive.clear()
+            async with front(nats) as router:
+                await router.until_ready(2)
+                assert (await router.answer())[0] == 200
+
+
+class TestDecodersVanish:
+    async def test_before_the_first_byte_another_one_answers(self, router: Front) -> None:
+        first = await router.mesh.decoder(accepting, "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001))
+        await router.mesh.decoder(saying(*ids(TEXT)), "d1")
+        await router.until_ready(3)
+        request = asyncio.ensure_future(router.answer())
+        await asked(first)
+        await router.mesh.kill(first)
+        status, body, _ = await request
+        assert (status, body["choices"][0]["message"]["content"]) == (200, TEXT)
+
+    async def test_after_the_first_byte_the_stream_ends_with_an_error(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(saying(*ids(TEXT)[:2], finish=None))
+        await router.until_ready(2)
+        client = await Client.ask(router, stream=True)
+        await client.read_until(b"\n\n")
+        await router.mesh.kill(decoder)
+        said = await client.read_until(b"0\r\n\r\n")
+        assert b"event: error" in said
+        assert b"was silent for more than" in said
+        assert b"[DONE]" not in said
+
+    async def test_a_new_incarnation_ends_the_old_ones_attempts_at_once(self, router: Front) -> None:
+        old = await router.mesh.decoder(accepting, "d0")
+        await router.until_ready(2)
+        request = asyncio.ensure_future(router.answer())
+        await asked(old)
+        new = await router.mesh.decoder(saying(*ids(TEXT)), "d0")
+        async with asyncio.timeout(0.7):
+            assert (await request)[0] == 200
+        assert new.generates[0].decoder == new.ref
+        router.mesh.alive.remove(old)
+
+    async def test_one_that_nobody_hears_of_is_not_waited_for(self, router: Front) -> None:
+        """Its process is gone and its silence is not long enough yet: the broker says so."""
+        gone = await router.mesh.decoder(accepting, "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001))
+        await router.mesh.decoder(saying(*ids(TEXT)), "d1")
+        await router.until_ready(3)
+        await router.mesh.kill(gone)
+        async with asyncio.timeout(0.5):
+            assert (await router.answer())[0] == 200
+
+    async def test_the_only_one_gone_is_503_within_seconds(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(accepting, "d0")
+        await router.until_ready(2)
+        await router.mesh.kill(decoder)
+        status, body, _ = await router.answer()
+        assert (status, body["error"]["message"]) == (503, "no decode instance is there")
+
+    async def test_a_prefiller_that_dies_takes_only_waiting_prompts_with_it(self, router: Front) -> None:
+        decoder = await router.mesh.decoder(saying(*ids(TEXT)[:2], finish=None))
+        await router.until_ready(2)
+        client = await Client.ask(router, stream=True)
+        await client.read_until(b"\n\n")
+        decoder.script = accepting
+        waiting = asyncio.ensure_future(router.answer())
+        generate = await asked(decoder, 2)
+        (prefiller,) = [i for i in router.mesh.alive if i.announcement.role == "prefill"]
+        await router.mesh.kill(prefiller)
+        status, body, _ = await waiting
+        assert status == 503
+        assert "prefill" in body["error"]["message"]
+        await decoder.until(lambda: decoder.cancelled(generate))
+        await decoder.emit(decoder.generates[0], 2, ids(TEXT)[2:], finish="stop")
+        assert b"[DONE]" in await client.read_until(b"0\r\n\r\n")
+
+    async def test_one_that_never_answers_is_given_up_and_cancelled(self, nats: Broker) -> None:
+        async with front(nats, **QUICK) as router:
+            await router.mesh.prefiller()
+            decoder = await router.mesh.decoder(silent)
+            await router.until_ready(2)
+            status, body, _ = await router.answer()
+            assert status == 503
+            assert "no answer in time" in body["error"]["message"]
+            await decoder.until(lambda: len(decoder.cancels) == 1)
+
+    async def test_a_lost_reply_does_not_lose_the_answer(self, router: Front) -> None:
+        """Tokens say as much as a reply does."""
+
+        async def script(decoder: FakeDecoder, generate: Generate) -> None:
+            await decoder.emit(generate, 0, ids(TEXT), finish="stop")
+
+        await router.mesh.decoder(script)
+        await router.until_ready(2)
+        assert (await router.answer())[0] == 200
+
+
+class TestDeadlines:
+    async def test_a_whole_answer_that_is_late_is_504_and_cancelled(self, nats: Broker) -> None:
+        async with front(nats, request_timeout_s=0.3) as router:
+            await router.mesh.prefiller()
+            decoder = await router.mesh.decoder(accepting)
+            await router.until_ready(2)
+            status, body, _ = await router.answer()
+            assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+            await decoder.until(lambda: len(decoder.cancels) == 1)
+            assert decoder.generates[0].budget_s <= 0.3
+
+    async def test_a_stream_that_is_late_ends_with_an_error(self, nats: Broker) -> None:
+        async with front(nats, request_timeout_s=0.3) as router:
+            await router.mesh.prefiller()
+            await router.mesh.decoder(saying(*ids(TEXT)[:2], finish=None))
+            await router.until_ready(2)
+            async with router.chat(stream=True) as response:
+                said = await response.text()
+            assert text_of(said) == TEXT[: len(text_of(said))]
+            assert "deadline_exceeded" in events(said)[-1]
+
+
+async def test_a_router_that_stops_lets_streams_end_and_takes_nothing_new(router: Front) -> None:
+    from services.router.main import drain
+
+    decoder = await router.mesh.decoder(saying(*ids(TEXT)[:2], finish=None))
+    await router.until_ready(2)
+    client = await Client.ask(router, stream=True)
+    await client.read_until(b"\n\n")
+    draining = asyncio.create_task(drain(router.service))
+    await router.until(lambda: router.service.draining)
+    status, body, _ = await router.answer()
+    assert (status, body["error"]["message"]) == (503, "this router is shutting down")
+    assert (await router.ready())[0] == 503
+    await decoder.emit(decoder.generates[0], 2, ids(TEXT)[2:], finish="stop")
+    assert b"[DONE]" in await client.read_until(b"0\r\n\r\n")
+    await draining
