@@ -106,7 +106,7 @@ class Node:
         """Until every page is free; the ledger is checked at every turn."""
         pool = self.instance.pool
         async with asyncio.timeout(10):
-            while pool.free != pool.num_pages or not self.service._idle.is_set():
+            while pool.free != pool.num_pages or not self.service.idle.is_set():
                 self.service.check_integrity()
                 await asyncio.sleep(0.005)
         self.service.check_integrity()

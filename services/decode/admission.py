@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from shared.layout import KvLayout
@@ -23,7 +24,7 @@ class Capacity:
     draining: bool
     starved: bool
     """A preempted sequence waits for pages."""
-    attempts: frozenset[str] | dict[str, object]
+    attempts: Container[str]
 
 
 def pages_at_admission(layout: KvLayout, prompt_tokens: int) -> int:

@@ -1,19 +1,22 @@
-"""The attempts of a decoder from admission to their end: the part before the running batch.
+"""The attempts of a decoder, from admission to their end.
 
-An attempt waits for one of two things: its KV, or a failure (the prefiller refused or failed, its connection was lost, the
-router cancelled, the deadline passed). Whichever comes first decides; clean-up is then the receiver's `reclaim`.
+An attempt first waits for one of two things: its KV, or a failure (the prefiller refused or failed, its connection was lost,
+the router cancelled, the deadline passed). Whichever comes first decides; clean-up is then the receiver's `reclaim`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
 
+from services.decode.metrics import DecodeMetrics
+from services.decode.outbox import Outbox
 from services.decode.sequence import Sequence
 from shared.errors import AttemptFailed
-from shared.messages import Announce, InstanceRef
+from shared.messages import Announce, Emit, InstanceRef
 from shared.messenger.receiver import Incoming
 
 
@@ -23,6 +26,8 @@ class Cancelled(Exception):
 
 @dataclass(eq=False)
 class Attempt:
+    """`ready_ns` is 0 until its KV is here; from then on the running batch has it. Times are CLOCK_MONOTONIC."""
+
     sequence: Sequence
     prefiller: Announce | None
     context: Context
@@ -30,6 +35,10 @@ class Attempt:
     incoming: Incoming | None = None
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ready_ns: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.sequence.attempt
 
     @property
     def router(self) -> InstanceRef:
@@ -59,3 +68,49 @@ class Attempt:
         if (error := self.end()) is not None:
             raise error
         raise AttemptFailed("waiting for KV", "the request's deadline passed", retryable=False)
+
+
+class Attempts:
+    """All that are here, by id. `idle` is set while there are none."""
+
+    def __init__(self, metrics: DecodeMetrics, outbox: Outbox) -> None:
+        self._metrics = metrics
+        self._outbox = outbox
+        self._by_id: dict[str, Attempt] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(list(self._by_id.values()))
+
+    def __contains__(self, attempt_id: object) -> bool:
+        return attempt_id in self._by_id
+
+    def get(self, attempt_id: str) -> Attempt | None:
+        return self._by_id.get(attempt_id)
+
+    def add(self, attempt: Attempt) -> None:
+        self._by_id[attempt.id] = attempt
+        self.idle.clear()
+
+    def of_router(self, router: InstanceRef) -> list[Attempt]:
+        return [attempt for attempt in self._by_id.values() if attempt.router == router]
+
+    def finish(self, attempt: Attempt, outcome: str) -> None:
+        """It is no more. Idempotent. Its pages are not freed here."""
+        if self._by_id.pop(attempt.id, None) is not None:
+            self._metrics.attempts.labels(outcome).inc()
+        if not self._by_id:
+            self.idle.set()
+
+    def finish_badly(self, attempt: Attempt, error: AttemptFailed | Cancelled) -> None:
+        """The same; the router is told, unless it was the router's own wish."""
+        if isinstance(error, Cancelled):
+            return self.finish(attempt, "cancelled")
+        emitted = attempt.sequence.emitted
+        emit = Emit(attempt=attempt.id, index=emitted, error=str(error), retryable=error.retryable)
+        self._outbox.add(attempt.router, emit)
+        return self.finish(attempt, "failed")

@@ -56,8 +56,8 @@ class PrefillService:
         self._counter = 0
         self._step = 0
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._draining = False
         self._rate = Smoothed()
 
@@ -97,12 +97,12 @@ class PrefillService:
         self._draining = True
         try:
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                await self.idle.wait()
         except TimeoutError:
             for running in self._running.values():
                 running.fail(MeshError("the prefiller is leaving"))
             async with asyncio.timeout(CONNECT_S):
-                await self._idle.wait()
+                await self.idle.wait()
 
     def close(self) -> None:
         self.sender.close()
@@ -124,7 +124,7 @@ class PrefillService:
             return refusal
         running = Running(job, message.context)
         self._running[job.attempt] = running
-        self._idle.clear()
+        self.idle.clear()
         running.task = self._tasks.create_task(self._run_job(running))
         return Accepted(job.attempt)
 
@@ -227,7 +227,7 @@ class PrefillService:
         self._metrics.attempts.labels(outcome).inc()
         self._wake.set()
         if not self._running:
-            self._idle.set()
+            self.idle.set()
 
     async def _tell_failed(self, running: Running) -> None:
         prefill, reason = running.job.prefill, running.reason()

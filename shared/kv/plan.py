@@ -25,3 +25,8 @@ def pages_of_chunk(start: int, end: int, total: int, page_size: int) -> range:
     """Page positions that the chunk [start, end) of `total` prefilled tokens completes."""
     last = -(-end // page_size) if end == total else end // page_size
     return range(start // page_size, last)
+
+
+def kv_bytes(layout: KvLayout, prompt_tokens: int) -> int:
+    """Bytes that are written for a prompt, without the tail: whole pages, all layers."""
+    return layout.pages_for(prefill_tokens(prompt_tokens)) * layout.num_layers * layout.page_bytes

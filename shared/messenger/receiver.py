@@ -49,7 +49,7 @@ class KvReceiver:
         self._fabric = fabric
         self._layout = layout
         self._pool = pool
-        self._quarantine_s = quarantine_s
+        self.quarantine_s = quarantine_s
         self._slots = SlotPool(max_incoming)
         self._incoming: dict[str, Incoming] = {}
         fd = os.memfd_create("kvmesh-tails-in")
@@ -105,7 +105,7 @@ class KvReceiver:
         prefiller answered, or it did not within `quarantine_s` and its connection was closed."""
         self._pool.mark(incoming.attempt, "quarantined")
         try:
-            async with asyncio.timeout(self._quarantine_s):
+            async with asyncio.timeout(self.quarantine_s):
                 await self._confirmed(incoming, reason, ask_drained)
         except (TimeoutError, NobodyListens):
             await self.fence(incoming.prefiller.incarnation)

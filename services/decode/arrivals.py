@@ -1,0 +1,128 @@
+"""How an attempt's KV comes in: ask the prefiller, wait, and either hand over to the running batch or take the pages back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from services.decode.attempts import Attempt, Attempts, Cancelled
+from services.decode.metrics import DecodeMetrics
+from services.decode.outbox import Outbox
+from shared import subjects
+from shared.errors import AttemptFailed, BusError, FabricError, NobodyListens
+from shared.instance import Instance
+from shared.kv import plan
+from shared.messages import CancelPrefill, Drained, Prefill, RefusedReply, Reply
+from shared.messenger.receiver import Incoming, KvReceiver
+from shared.telemetry import traces
+
+PREFILL_REPLY_S = 2.0
+"""A prefiller answers a `Prefill` at once; silence this long counts as a failure of the attempt."""
+
+
+class Arrivals:
+    """`ready` is called with each attempt whose KV is here."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        receiver: KvReceiver,
+        attempts: Attempts,
+        outbox: Outbox,
+        metrics: DecodeMetrics,
+        tasks: asyncio.TaskGroup,
+        ready: Callable[[Attempt], None],
+    ) -> None:
+        self._instance = instance
+        self._receiver = receiver
+        self._attempts = attempts
+        self._outbox = outbox
+        self._metrics = metrics
+        self._tasks = tasks
+        self._ready = ready
+
+    def start(self, attempt: Attempt, incoming: Incoming) -> None:
+        """The attempt's pages are reserved and its counter is armed: now the prefiller may be asked."""
+        self._tasks.create_task(self._bring_in(attempt, incoming))
+
+    def on_drained(self, drained: Drained) -> None:
+        """The prefiller gave up by itself, and no write of the attempt can land any more."""
+        incoming = self._receiver.drained(drained.attempt)
+        attempt = self._attempts.get(drained.attempt)
+        if incoming is None:
+            self._metrics.late.labels("drained").inc()
+        elif attempt is not None:
+            attempt.fail(AttemptFailed("prefill", drained.error or "cancelled", retryable=drained.retryable))
+
+    def on_peer_lost(self, incarnation: int, error: FabricError) -> None:
+        for incoming in self._receiver.from_peer(incarnation):
+            attempt = self._attempts.get(incoming.attempt)
+            if attempt is not None:
+                attempt.fail(AttemptFailed("transfer", f"the prefiller was lost: {error}"))
+        self._metrics.fenced.inc()
+        self._tasks.create_task(self._receiver.fence(incarnation))
+
+    async def _bring_in(self, attempt: Attempt, incoming: Incoming) -> None:
+        """One attempt's task from admission until its KV is here, or until its pages are free again."""
+        arrived = self._tasks.create_task(self._receiver.arrived(incoming))
+        try:
+            await self._ask_prefill(attempt, incoming)
+            await attempt.wait_for_kv(arrived)
+        except (AttemptFailed, Cancelled) as error:
+            arrived.cancel()
+            self._attempts.finish_badly(attempt, error)
+            await self._outbox.flush(asyncio.get_running_loop().time())
+            await self._receiver.reclaim(incoming, str(error) or "cancelled", self._ask_drained)
+        else:
+            self._note(attempt)
+            self._ready(attempt)
+
+    async def _ask_prefill(self, attempt: Attempt, incoming: Incoming) -> None:
+        """Raises `AttemptFailed` where the prefiller does not take it."""
+        prefiller = incoming.prefiller
+        subject = subjects.inbox("prefill", prefiller)
+        try:
+            answer: Reply = await self._instance.bus.request(
+                subject, self._prefill(attempt, incoming), Reply, timeout_s=PREFILL_REPLY_S, context=attempt.context
+            )
+        except NobodyListens:
+            incoming.settled.set()
+            raise AttemptFailed("prefill", f"{prefiller.name} is gone") from None
+        except BusError as error:
+            raise AttemptFailed("prefill", str(error)) from None
+        if isinstance(answer, RefusedReply):
+            incoming.settled.set()
+            raise AttemptFailed("prefill", f"{prefiller.name} refused: {answer.reason}", retryable=answer.retryable)
+
+    def _prefill(self, attempt: Attempt, incoming: Incoming) -> Prefill:
+        sequence, layout, pool = attempt.sequence, self._instance.layout, self._instance.pool
+        return Prefill(
+            attempt=attempt.id,
+            prefiller=incoming.prefiller,
+            decoder=self._instance.ref,
+            fabric=self._instance.endpoint,
+            layout=layout,
+            num_pages=pool.num_pages,
+            region=self._instance.region.descriptor,
+            pages=pool.pages(attempt.id)[: layout.pages_for(len(sequence.tokens) - 1)],
+            immediate=incoming.slot.immediate,
+            tail=self._receiver.tail_slot(incoming),
+            tokens=sequence.tokens,
+            budget_s=sequence.deadline - asyncio.get_running_loop().time(),
+        )
+
+    async def _ask_drained(self, incoming: Incoming, reason: str) -> None:
+        cancel = CancelPrefill(
+            attempt=incoming.attempt, prefiller=incoming.prefiller, decoder=self._instance.ref, reason=reason
+        )
+        subject = subjects.inbox("prefill", incoming.prefiller)
+        await self._instance.bus.request(subject, cancel, Drained, timeout_s=self._receiver.quarantine_s)
+
+    def _note(self, attempt: Attempt) -> None:
+        attempt.ready_ns = time.monotonic_ns()
+        size = plan.kv_bytes(self._instance.layout, attempt.sequence.prompt_tokens)
+        self._metrics.kv_wait.observe((attempt.ready_ns - attempt.admitted_ns) / 1e9)
+        self._metrics.kv_bytes.inc(size)
+        attributes = {"kvmesh.bytes": size}
+        traces.record("decode.wait_kv", attempt.context, attempt.admitted_ns, attempt.ready_ns, attributes=attributes)

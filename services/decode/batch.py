@@ -1,0 +1,139 @@
+"""The running batch: step after step while there is something to run. The async shell of `scheduler`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from services.decode.attempts import Attempt, Attempts
+from services.decode.metrics import DecodeMetrics
+from services.decode.outbox import Outbox
+from services.decode.scheduler import DecodeScheduler, PlannedRow
+from services.decode.sequence import Outcome
+from shared.engine.pages import pack_pages
+from shared.engine.protocol import Row, Step, StepDone
+from shared.errors import AttemptFailed, StepFailed
+from shared.instance import Instance
+from shared.kv import plan
+from shared.messages import Emit, Timing
+from shared.telemetry import traces
+from shared.telemetry.metrics import Smoothed
+
+log = logging.getLogger(__name__)
+
+
+class Batch:
+    """Runs what is given to `start` until it ends, is taken out by `remove`, or its deadline passes."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        scheduler: DecodeScheduler,
+        attempts: Attempts,
+        outbox: Outbox,
+        metrics: DecodeMetrics,
+        *,
+        step_timeout_s: float,
+    ) -> None:
+        self._instance = instance
+        self._scheduler = scheduler
+        self._attempts = attempts
+        self._outbox = outbox
+        self._metrics = metrics
+        self._step_timeout_s = step_timeout_s
+        self._wake = asyncio.Event()
+        self._number = 0
+        self.step_s = Smoothed()
+        """Seconds of a step."""
+
+    def start(self, attempt: Attempt) -> None:
+        """Its KV is here: all of the prompt but the last token, which its first step runs."""
+        self._instance.pool.mark(attempt.id, "running")
+        attempt.ready_ns = attempt.ready_ns or time.monotonic_ns()
+        attempt.sequence.computed = attempt.sequence.prompt_tokens - 1
+        self._scheduler.add(attempt.sequence)
+        self._wake.set()
+
+    def remove(self, attempt: Attempt) -> None:
+        """Takes it out; its pages are free at once, or after the step that uses them. Idempotent."""
+        self._scheduler.remove(attempt.sequence)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises `EngineError` when the executor is no more."""
+        while True:
+            self.expire()
+            rows = self._scheduler.plan()
+            if rows:
+                await self._step(rows)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def expire(self) -> None:
+        """Ends what has passed its deadline."""
+        now = asyncio.get_running_loop().time()
+        for attempt in self._attempts:
+            if attempt.ready_ns and attempt.sequence.deadline < now:
+                self.remove(attempt)
+                error = AttemptFailed("decode", "the request's deadline passed", retryable=False)
+                self._attempts.finish_badly(attempt, error)
+
+    async def _step(self, rows: list[PlannedRow]) -> None:
+        self._number += 1
+        step = Step(step=self._number, rows=[self._row(row) for row in rows])
+        try:
+            done = await self._instance.executor.step(step, timeout_s=self._step_timeout_s)
+        except StepFailed as error:
+            self._fail(rows, error)
+        else:
+            self._take(rows, done)
+        await self._outbox.flush(asyncio.get_running_loop().time())
+
+    def _row(self, row: PlannedRow) -> Row:
+        sequence = row.sequence
+        return Row(
+            tokens=sequence.tokens[row.start : row.end],
+            start=row.start,
+            pages=pack_pages(self._instance.pool.pages(sequence.attempt)),
+            sample=sequence.sampling if row.samples else None,
+        )
+
+    def _take(self, rows: list[PlannedRow], done: StepDone) -> None:
+        seconds = (done.end_ns - done.begin_ns) / 1e9
+        self.step_s.add(seconds)
+        self._metrics.step.observe(seconds)
+        for outcome in self._scheduler.apply(rows, done.sampled):
+            self._emit(outcome, done)
+
+    def _fail(self, rows: list[PlannedRow], error: StepFailed) -> None:
+        log.error("%s", error)
+        for sequence in self._scheduler.fail(rows):
+            if (attempt := self._attempts.get(sequence.attempt)) is not None:
+                self._attempts.finish_badly(attempt, AttemptFailed("decode step", error.detail))
+
+    def _emit(self, outcome: Outcome, done: StepDone) -> None:
+        sequence = outcome.sequence
+        attempt = self._attempts.get(sequence.attempt)
+        assert attempt is not None, "a sequence runs without its attempt"
+        emit = Emit(
+            attempt=attempt.id,
+            index=sequence.emitted,
+            tokens=outcome.tokens,
+            finish=outcome.finish,
+            timing=None if sequence.emitted else self._timing(attempt, done),
+        )
+        sequence.emitted += len(outcome.tokens)
+        self._metrics.tokens.inc(len(outcome.tokens))
+        self._outbox.add(attempt.router, emit)
+        if outcome.finish:
+            self._attempts.finish(attempt, outcome.finish)
+
+    def _timing(self, attempt: Attempt, done: StepDone) -> Timing:
+        traces.record("decode.first_step", attempt.context, done.begin_ns, done.end_ns)
+        moved = plan.kv_bytes(self._instance.layout, attempt.sequence.prompt_tokens)
+        return Timing(
+            admitted_to_ready_s=(attempt.ready_ns - attempt.admitted_ns) / 1e9,
+            first_step_s=(done.end_ns - done.begin_ns) / 1e9,
+            transferred_bytes=moved if attempt.incoming is not None else 0,
+        )
