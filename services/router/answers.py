@@ -60,7 +60,7 @@ class StreamedAnswer:
     """Writes every token in the turn in which it comes; `open_stream` is called once, when the first is there."""
 
     def __init__(
-        self, job: Job, vocabulary: Vocabulary, open_stream: Callable[[Attempt], Awaitable[EventStream]]
+        self, job: Job, vocabulary: Vocabulary, open_stream: Callable[[Attempt, bytes], Awaitable[EventStream]]
     ) -> None:
         self._job, self._vocabulary, self._open = job, vocabulary, open_stream
         self._chunks = Chunks(job)
@@ -87,39 +87,40 @@ class StreamedAnswer:
         if events is None or self._waiting or events.backlog > _BACKLOG_BYTES:
             self._waiting += tokens
             return True
-        self._write(events, tokens)
+        events.send(self._event(tokens))
         return self._output.stopped
 
     async def advance(self, attempt: Attempt) -> None:
         if self.events is None:
-            self.events = await self._open(attempt)
-            self.events.send(self._chunks.first())
+            first = self._chunks.first() + self._event(self._take_waiting())
+            self.events = await self._open(attempt, first)
         while self._waiting:
             if self.events.backlog > _BACKLOG_BYTES:
                 await self.events.drain()
-            tokens, self._waiting = self._waiting, []
-            self._write(self.events, tokens)
+            self.events.send(self._event(self._take_waiting()))
 
     async def finish(self, attempt: Attempt) -> None:
         """The last text, the reason, the usage where asked for, and `[DONE]`, which nothing follows."""
         assert self.events is not None, "a finished attempt has been advanced"
         reason = self._output.reason(attempt.finish)
         last = self._chunks.last(self._output.flush(), self._take_unsent(), reason, self._output.tokens)
-        self.events.send(last + sse.DONE)
-        await self.events.close()
+        await self.events.close(last + sse.DONE)
 
     async def fail(self, error: msgspec.Struct) -> None:
         """The stream has begun, so the error is an event, and no `[DONE]` follows it."""
         assert self.events is not None, "before the first byte an error is a status"
-        self.events.send(sse.error(msgspec.json.encode(error)))
-        await self.events.close()
+        await self.events.close(sse.error(msgspec.json.encode(error)))
 
-    def _write(self, events: EventStream, tokens: list[int]) -> None:
+    def _event(self, tokens: list[int]) -> bytes:
+        """The event for these tokens; empty where their text is not certain yet."""
         text = self._output.feed(tokens)
         if self._job.return_token_ids:
             self._unsent += tokens
-        if text:
-            events.send(self._chunks.text(text, self._take_unsent(), self._output.tokens))
+        return self._chunks.text(text, self._take_unsent(), self._output.tokens) if text else b""
+
+    def _take_waiting(self) -> list[int]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     def _take_unsent(self) -> list[int]:
         unsent, self._unsent = self._unsent, []

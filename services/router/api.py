@@ -6,10 +6,11 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 from aiohttp import web
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from services.router.answers import StreamedAnswer, WholeAnswer
 from services.router.attempts import Attempt
@@ -96,10 +97,8 @@ class Api:
         began = self._loop.time()
         label = _label(http)
         outcome = "disconnected"
-        parent = traces.extract(http.headers)
-        attributes = {"kvmesh.endpoint": endpoint, "kvmesh.request_id": label}
         try:
-            with traces.span("router.request", parent=parent, kind=SpanKind.SERVER, attributes=attributes) as span:
+            with self._span(http, {"kvmesh.endpoint": endpoint, "kvmesh.request_id": label}) as span:
                 response, outcome = await self._respond(http, prepare, began, label, span)
                 return response
         except ConnectionError:
@@ -136,8 +135,8 @@ class Api:
     async def _stream(
         self, http: web.Request, job: Job, began: float, label: str, span: Span
     ) -> tuple[web.StreamResponse, str]:
-        async def open_stream(attempt: Attempt) -> EventStream:
-            return await EventStream.open(http, _headers(attempt, label))
+        async def open_stream(attempt: Attempt, first: bytes) -> EventStream:
+            return await EventStream.open(http, _headers(attempt, label), first)
 
         answer = StreamedAnswer(job, self._model.vocabulary, open_stream)
         request = self._request(job, answer, began)
@@ -154,6 +153,13 @@ class Api:
             await answer.fail(describe(error).body)
         assert answer.events is not None
         return answer.events.response, outcome
+
+    def _span(self, http: web.Request, attributes: dict[str, str]) -> AbstractContextManager[Span]:
+        """The request's span; none where nobody could see it."""
+        if not self._service.settings.otlp_endpoint and "traceparent" not in http.headers:
+            return nullcontext(INVALID_SPAN)
+        parent = traces.extract(http.headers)
+        return traces.span("router.request", parent=parent, kind=SpanKind.SERVER, attributes=attributes)
 
     def _request(self, job: Job, answer: WholeAnswer | StreamedAnswer, began: float) -> Request:
         service = self._service
@@ -179,6 +185,8 @@ def outcome_of(error: BaseException) -> str:
 
 
 async def _read(http: web.Request) -> bytes:
+    if http.content.is_eof():
+        return await http.read()
     try:
         async with asyncio.timeout(BODY_S):
             return await http.read()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
+
+from opentelemetry.trace import Span, get_current_span
 
 from services.router.asking import ask
 from services.router.attempts import PREFILL_STAGES, Attempt, AttemptTable
@@ -158,7 +161,7 @@ class Relay:
         """A place on a pair; waits for the broker, and in the line until `patience` (loop time)."""
         request.reset()
         begin = self._loop.time()
-        with traces.span("router.queue"):
+        with _span("router.queue"):
             await self._await_broker()
             attempt = await self.line.wait(request, min(request.deadline, patience), again=again)
         self._metrics.queue.observe(self._loop.time() - begin)
@@ -176,7 +179,7 @@ class Relay:
     async def _try(self, attempt: Attempt, request: Request) -> bool:
         """One attempt to its end. False: the decoder did not take it, and another place may be sought."""
         attributes = {"kvmesh.attempt": attempt.id, "kvmesh.path": attempt.pair.path}
-        with traces.span("router.attempt", attributes=attributes):
+        with _span("router.attempt", attributes):
             if not await self._send(attempt, request):
                 return False
             await self._follow(attempt, request)
@@ -301,3 +304,9 @@ class Relay:
         pair = attempt.pair
         blamed = pair.prefiller if failure.stage in PREFILL_STAGES and pair.prefiller is not None else pair.decoder
         request.avoid[blamed.ref] = blamed.beats
+
+
+def _span(name: str, attributes: dict[str, str] | None = None) -> AbstractContextManager[Span]:
+    """A part of the request's span, where that is recorded."""
+    current = get_current_span()
+    return traces.span(name, attributes=attributes) if current.is_recording() else nullcontext(current)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -162,16 +163,27 @@ def check(request: Common, model: ServedModel) -> None:
     if request.model != model.name:
         message = f"the model {request.model!r} does not exist here; this is {model.name!r}"
         raise RequestError(message, param="model", status=404, code="model_not_found")
-    for name, neutral in NEUTRAL.items():
-        value = getattr(request, name, None)
-        if value is not None and not any(_same(value, allowed) for allowed in neutral):
-            raise _unsupported(name, f"{name}={_shown(value)} is not supported")
+    names = _UNSUPPORTED[type(request)]
+    values = attrgetter(*names)(request)
+    if any(value is not None for value in values):
+        _check_neutral(dict(zip(names, values, strict=True)))
     if isinstance(request, CompletionRequest) and request.logprobs is not None:
         raise _unsupported("logprobs", "logprobs is not supported")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only for stream=true", param="stream_options")
     _check_ranges(request)
     _check_stops(request, model)
+
+
+_UNSUPPORTED: dict[type, tuple[str, ...]] = {
+    kind: tuple(name for name in NEUTRAL if name in kind.__struct_fields__) for kind in (ChatRequest, CompletionRequest)
+}
+
+
+def _check_neutral(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None and not any(_same(value, allowed) for allowed in NEUTRAL[name]):
+            raise _unsupported(name, f"{name}={_shown(value)} is not supported")
 
 
 def _same(value: object, allowed: object) -> bool:

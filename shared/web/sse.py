@@ -12,6 +12,13 @@ from collections.abc import Mapping
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
+
+class _Response(web.StreamResponse):
+    """Headers go out with the first write, in one packet, as aiohttp does it for its own `Response`."""
+
+    _send_headers_immediately = False
+
+
 DONE = b"data: [DONE]\n\n"
 
 HEADERS = {
@@ -42,12 +49,13 @@ class EventStream:
         self._chunked = request.version >= HttpVersion11
 
     @classmethod
-    async def open(cls, request: web.Request, headers: Mapping[str, str]) -> EventStream:
-        """Sends status 200 and the headers. Raises `ConnectionError` where the client has left."""
-        response = web.StreamResponse(headers={**HEADERS, **headers})
+    async def open(cls, request: web.Request, headers: Mapping[str, str], first: bytes) -> EventStream:
+        """Sends status 200, the headers and the `first` events. Raises `ConnectionError` where the client has left."""
+        response = _Response(headers={**HEADERS, **headers})
         writer = await response.prepare(request)
         if writer is None or request.transport is None:
             raise ConnectionResetError("the client has left")
+        await response.write(first)
         return cls(response, writer, request)
 
     def send(self, events: bytes) -> None:
@@ -68,6 +76,6 @@ class EventStream:
         """Until the client has read most of what waits. Raises `ConnectionError` when it leaves meanwhile."""
         await self._writer.drain()
 
-    async def close(self) -> None:
-        """Ends the response; the connection can take the next request."""
-        await self.response.write_eof()
+    async def close(self, last: bytes) -> None:
+        """Sends the `last` events and ends the response; the connection can take the next request."""
+        await self.response.write_eof(last)

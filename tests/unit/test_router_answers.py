@@ -63,7 +63,8 @@ class Wire:
         self.drains += 1
         self.backlog = 0
 
-    async def close(self) -> None:
+    async def close(self, last: bytes) -> None:
+        self.send(last)
         self.closed = True
 
     @property
@@ -78,7 +79,8 @@ class Wire:
 def streamed(**fields: Any) -> tuple[StreamedAnswer, Wire, Attempt]:
     wire = Wire()
 
-    async def open_stream(_: Attempt) -> EventStream:
+    async def open_stream(_: Attempt, first: bytes) -> EventStream:
+        wire.send(first)
         return cast(EventStream, wire)
 
     return StreamedAnswer(job(**fields), VOCABULARY, open_stream), wire, attempt()[0]
