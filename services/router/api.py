@@ -43,8 +43,9 @@ Prepare = Callable[[bytes], Awaitable[Job]]
 class Api:
     """Handlers. One a router."""
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, *, body_s: float = BODY_S) -> None:
         self._service = service
+        self._body_s = body_s
         self._model = service.model
         self._loop = asyncio.get_running_loop()
 
@@ -120,7 +121,7 @@ class Api:
     ) -> tuple[web.StreamResponse, str]:
         if self._service.draining:
             raise Refused("this router is shutting down")
-        job = await prepare(await _read(http))
+        job = await prepare(await self._read(http))
         span.set_attribute("kvmesh.prompt_tokens", len(job.tokens))
         if job.stream:
             return await self._stream(http, job, began, label, span)
@@ -154,6 +155,17 @@ class Api:
         assert answer.events is not None
         return answer.events.response, outcome
 
+    async def _read(self, http: web.Request) -> bytes:
+        if http.content.is_eof():
+            return await http.read()
+        try:
+            async with asyncio.timeout(self._body_s):
+                return await http.read()
+        except TimeoutError:
+            raise RequestError(
+                "the request's body did not arrive in time", status=408, code="request_timeout"
+            ) from None
+
     def _span(self, http: web.Request, attributes: dict[str, str]) -> AbstractContextManager[Span]:
         """The request's span; none where nobody could see it."""
         if not self._service.settings.otlp_endpoint and "traceparent" not in http.headers:
@@ -182,16 +194,6 @@ def outcome_of(error: BaseException) -> str:
             return "timeout"
         case _:
             return "failed"
-
-
-async def _read(http: web.Request) -> bytes:
-    if http.content.is_eof():
-        return await http.read()
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await http.read()
-    except TimeoutError:
-        raise RequestError("the request's body did not arrive in time", status=408, code="request_timeout") from None
 
 
 def _label(http: web.Request) -> str:

@@ -8,6 +8,7 @@ which they came, and of the end.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from typing import Protocol
 
 from services.router.dispatch import Pair, prefilled, taken
@@ -129,63 +130,72 @@ class Attempt:
 
 
 class AttemptTable:
-    """All open attempts, by id and by instance."""
+    """All open attempts, by the instances on which they are."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Attempt] = {}
-        self._on: dict[InstanceRef, dict[str, Attempt]] = {}
+        self._on_decoder: dict[InstanceRef, dict[str, Attempt]] = {}
+        self._on_prefiller: dict[InstanceRef, dict[str, Attempt]] = {}
         self.late = 0
         """Messages about attempts that are closed: normal after a cancel."""
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return sum(map(len, self._on_decoder.values()))
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return (attempt for there in list(self._on_decoder.values()) for attempt in list(there.values()))
 
     def add(self, attempt: Attempt) -> None:
-        self._by_id[attempt.id] = attempt
-        for ref in _refs(attempt):
-            self._on.setdefault(ref, {})[attempt.id] = attempt
+        pair = attempt.pair
+        self._on_decoder.setdefault(pair.decoder.ref, {})[attempt.id] = attempt
+        if pair.prefiller is not None:
+            self._on_prefiller.setdefault(pair.prefiller.ref, {})[attempt.id] = attempt
 
     def remove(self, attempt: Attempt) -> None:
         """Idempotent."""
-        self._by_id.pop(attempt.id, None)
-        for ref in _refs(attempt):
-            on = self._on.get(ref)
-            if on is not None:
-                on.pop(attempt.id, None)
-                if not on:
-                    del self._on[ref]
+        pair = attempt.pair
+        _drop(self._on_decoder, pair.decoder.ref, attempt.id)
+        if pair.prefiller is not None:
+            _drop(self._on_prefiller, pair.prefiller.ref, attempt.id)
 
     def on_batch(self, batch: EmitBatch, now: float) -> None:
+        there = self._on_decoder.get(batch.decoder, {})
         for emit in batch.emits:
-            attempt = self._by_id.get(emit.attempt)
-            if attempt is None or attempt.pair.decoder.ref != batch.decoder:
+            attempt = there.get(emit.attempt)
+            if attempt is None:
                 self.late += 1
             else:
                 attempt.take(emit, now)
 
     def on_status(self, status: StreamStatus, now: float) -> None:
-        for attempt in list(self._on.get(status.decoder, {}).values()):
-            if attempt.pair.decoder.ref == status.decoder:
-                attempt.check(status.emitted.get(attempt.id), now)
+        for attempt in list(self._on_decoder.get(status.decoder, {}).values()):
+            attempt.check(status.emitted.get(attempt.id), now)
 
     def on_lost(self, ref: InstanceRef, why: str) -> None:
         """An instance is gone: its attempts fail now. A prefiller takes with it only what has no token yet."""
-        for attempt in list(self._on.get(ref, {}).values()):
-            if attempt.pair.decoder.ref == ref:
-                attempt.fail(AttemptFailed("decode", f"the decode instance {ref.name} {why}"))
-            elif not attempt.received:
+        for attempt in list(self._on_decoder.get(ref, {}).values()):
+            attempt.fail(AttemptFailed("decode", f"the decode instance {ref.name} {why}"))
+        for attempt in list(self._on_prefiller.get(ref, {}).values()):
+            if not attempt.received:
                 attempt.fail(AttemptFailed("prefill", f"the prefill instance {ref.name} {why}"))
 
     def pardon(self, now: float) -> None:
         """This router could not hear until now: silence counts from here."""
-        for attempt in self._by_id.values():
+        for attempt in self:
             attempt.heard_at = now
 
     def sweep(self, now: float, silence_s: float) -> None:
         """Fails accepted attempts of which nothing was heard: the decoder lives and has forgotten them."""
-        for attempt in list(self._by_id.values()):
+        for attempt in self:
             if attempt.accepted and now - attempt.heard_at > silence_s:
                 attempt.fail(AttemptFailed("stream", f"nothing was heard of the attempt for {silence_s:g} s"))
+
+
+def _drop(on: dict[InstanceRef, dict[str, Attempt]], ref: InstanceRef, attempt: str) -> None:
+    there = on.get(ref)
+    if there is not None:
+        there.pop(attempt, None)
+        if not there:
+            del on[ref]
 
 
 def _as_told(error: str, retryable: bool) -> AttemptFailed:
@@ -194,8 +204,3 @@ def _as_told(error: str, retryable: bool) -> AttemptFailed:
     if colon and stage in STAGES:
         return AttemptFailed(stage, reason, retryable=retryable)
     return AttemptFailed("decode", error, retryable=retryable)
-
-
-def _refs(attempt: Attempt) -> tuple[InstanceRef, ...]:
-    pair = attempt.pair
-    return (pair.decoder.ref,) if pair.prefiller is None else (pair.decoder.ref, pair.prefiller.ref)

@@ -165,7 +165,7 @@ def check(request: Common, model: ServedModel) -> None:
         raise RequestError(message, param="model", status=404, code="model_not_found")
     names = _UNSUPPORTED[type(request)]
     values = attrgetter(*names)(request)
-    if any(value is not None for value in values):
+    if values.count(None) < len(values):
         _check_neutral(dict(zip(names, values, strict=True)))
     if isinstance(request, CompletionRequest) and request.logprobs is not None:
         raise _unsupported("logprobs", "logprobs is not supported")

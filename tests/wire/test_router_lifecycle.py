@@ -115,7 +115,7 @@ class TestTheClientLeaves:
         await router.until_ready(2)
         client = await Client.ask(router, stream=stream)
         generate = await asked(decoder)
-        await router.until(lambda: all(a.accepted for a in router.service.relay.table._by_id.values()))
+        await router.until(lambda: all(a.accepted for a in router.service.relay.table))
         client.leave()
         await decoder.until(lambda: decoder.cancelled(generate), 1.0)
 
@@ -128,7 +128,7 @@ class TestTheClientLeaves:
         if stream:
             await client.read_until(b"\n\n")
         else:
-            await router.until(lambda: any(a.received for a in router.service.relay.table._by_id.values()))
+            await router.until(lambda: any(a.received for a in router.service.relay.table))
         client.leave()
         await decoder.until(lambda: decoder.cancelled(generate), 1.0)
         await router.until(lambda: router.metric("kvmesh_requests_total", endpoint="chat", outcome="disconnected") == 1)
