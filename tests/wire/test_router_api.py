@@ -11,7 +11,9 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.router.api import Api
 from shared.messages import Load
+from shared.web.server import listening
 from tests.broker import Broker
 from tests.fake_mesh import refusing, saying
 from tests.front import HI, Front, front, ids
@@ -135,15 +137,15 @@ async def test_metrics_tell_what_happened(router: Front) -> None:
     assert value("kvmesh_queue_depth", "kvmesh_queue_depth") == 0
 
 
-async def test_a_body_that_never_comes_has_a_deadline(router: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.router.api.BODY_S", 0.05)
-    host, port = router.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    async with asyncio.timeout(5.0):
+async def test_a_body_that_never_comes_has_a_deadline(router: Front) -> None:
+    impatient = Api(router.service, body_s=0.05).application()
+    async with listening(impatient, "127.0.0.1", 0) as url, asyncio.timeout(5.0):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert b"408" in await reader.readline()
-    writer.transport.abort()
-    writer.close()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_curls_default_content_type_is_taken(router: Front) -> None:
