@@ -59,7 +59,7 @@ class Outbox:
         try:
             await self._bus.request(subjects.inbox("router", router), status, Accepted, timeout_s=1.0)
         except NobodyListens:
-            log.warning("router %s is gone", router.name)
+            log.info("router %s is gone", router.name)
             self._last_used.pop(router, None)
             self._pending.pop(router, None)
             await self._gone(router)
