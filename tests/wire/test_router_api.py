@@ -91,7 +91,7 @@ async def test_a_long_prompt_is_tokenized_aside_and_still_right(nats: Broker) ->
         decoder = await router.mesh.decoder(saying(*ids(TEXT)))
         await router.mesh.prefiller()
         await router.until_ready(2)
-        text = "🙂" * 2100
+        text = "🙂" * 1100
         status, body, _ = await router.answer(messages=[{"role": "user", "content": text}])
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         assert decoder.generates == []
