@@ -188,6 +188,9 @@ class Relay:
     async def _send(self, attempt: Attempt, request: Request) -> bool:
         """Until the decoder has answered. False: not taken, and it is known there."""
         decoder = attempt.pair.decoder
+        if attempt.failure is not None:
+            attempt.settled = True
+            return False
         try:
             generate = self._generate(attempt, request)
             reply: Reply = await ask(self._bus, inbox("decode", decoder.ref), generate, Reply, timeout_s=ACCEPT_S)
@@ -196,7 +199,7 @@ class Relay:
             request.avoid[decoder.ref] = decoder.beats
             return False
         except BusError as error:
-            if attempt.accepted:
+            if attempt.accepted or attempt.failure is not None:
                 return True
             if not self._bus.connected:
                 return False

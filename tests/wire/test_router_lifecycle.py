@@ -7,16 +7,20 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
 from services.router.attempts import Attempt
+from services.router.main import drain, running
 from services.router.relay import Request
 from services.router.validate import Job
+from shared.config import RouterSettings
 from shared.messages import Accepted, Generate, Load
 from tests.broker import Broker
-from tests.fake_mesh import LAYOUT, FakeDecoder, accepting, refusing, saying, silent
+from tests.fake_mesh import LAYOUT, FakeDecoder, accepting, fake_mesh, refusing, saying, silent
 from tests.front import HI, Front, events, front, ids, text_of
+from tests.tiny_model import served_model
 from tests.unit.test_router_answers import job as any_job
 
 TEXT = "the quick brown fox"
@@ -323,8 +327,6 @@ class TestNobodyThere:
 
     async def test_instances_that_were_there_before_the_router_are_found_at_once(self, nats: Broker) -> None:
         """They answer its question, whatever their heartbeat."""
-        from tests.fake_mesh import fake_mesh
-
         async with fake_mesh(nats) as mesh:
             await mesh.decoder(saying(*ids(TEXT)))
             await mesh.prefiller()
@@ -443,9 +445,23 @@ class TestDeadlines:
             assert "deadline_exceeded" in events(said)[-1]
 
 
-async def test_a_router_that_stops_lets_streams_end_and_takes_nothing_new(router: Front) -> None:
-    from services.router.main import drain
+async def test_a_router_that_ends_cancels_what_still_runs(nats: Broker) -> None:
+    async with fake_mesh(nats) as mesh, aiohttp.ClientSession() as session:
+        await mesh.prefiller()
+        decoder = await mesh.decoder(saying(*ids(TEXT)[:2], finish=None))
+        settings = RouterSettings(name="router", nats_url=nats.url, nats_token=nats.token, port=0)
+        async with running(settings, served_model()) as (service, url):
+            async with asyncio.timeout(5.0):
+                while len(service.registry.instances) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            response = await session.post(url + "/v1/chat/completions", json={**HI, "stream": True})
+            await response.content.readuntil(b"\n\n")
+        await decoder.until(lambda: decoder.cancelled(decoder.generates[0]))
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
 
+
+async def test_a_router_that_stops_lets_streams_end_and_takes_nothing_new(router: Front) -> None:
     decoder = await router.mesh.decoder(saying(*ids(TEXT)[:2], finish=None))
     await router.until_ready(2)
     client = await Client.ask(router, stream=True)
