@@ -116,7 +116,7 @@ async def begin_writing(writer: OtherProcess, address: bytes, descriptor: bytes)
         page_bytes=1 << 20,
         immediate=1,
         timeout_s=DEADLINE_S,
-        repeat=1000,
+        repeat=10_000,
     )
 
 
