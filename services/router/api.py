@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -47,7 +48,6 @@ class Api:
         self._service = service
         self._body_s = body_s
         self._model = service.model
-        self._loop = asyncio.get_running_loop()
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[errors_as_json], client_max_size=self._service.settings.max_body_bytes)
@@ -95,7 +95,7 @@ class Api:
 
     async def _answer(self, http: web.Request, endpoint: str, prepare: Prepare) -> web.StreamResponse:
         """One request, its span and its metrics; every error is answered here."""
-        began = self._loop.time()
+        began = time.monotonic()
         label = _label(http)
         outcome = "disconnected"
         try:
@@ -114,7 +114,7 @@ class Api:
         finally:
             metrics = self._service.metrics
             metrics.requests.labels(endpoint, outcome).inc()
-            metrics.e2e.observe(self._loop.time() - began)
+            metrics.e2e.observe(time.monotonic() - began)
 
     async def _respond(
         self, http: web.Request, prepare: Prepare, began: float, label: str, span: Span

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -63,19 +64,22 @@ class Consumer(Protocol):
 
 
 class Request:
-    """A job on its way through the router, and the listener of its attempts. Times are loop times."""
+    """A job on its way through the router, and the listener of its attempts.
 
-    __slots__ = ("_loop", "_metrics", "avoid", "began", "consumer", "deadline", "first_at", "job", "last_at", "wanted")
+    `deadline` is loop time, which uvloop keeps in milliseconds; what is measured (`began`, `first_at`) is `time.monotonic`.
+    """
+
+    __slots__ = ("_metrics", "avoid", "began", "consumer", "deadline", "first_at", "job", "last_at", "wanted")
 
     def __init__(self, job: Job, consumer: Consumer, metrics: RouterMetrics, *, began: float, timeout_s: float) -> None:
         self.job, self.consumer = job, consumer
-        self.began, self.deadline = began, began + timeout_s
+        self.began = began
+        self.deadline = asyncio.get_running_loop().time() + timeout_s - (time.monotonic() - began)
         self.avoid: dict[InstanceRef, int] = {}
         self.wanted = asyncio.Event()
         self.first_at: float | None = None
         self.last_at = began
         self._metrics = metrics
-        self._loop = asyncio.get_running_loop()
 
     def reset(self) -> None:
         self.wanted.clear()
@@ -83,7 +87,7 @@ class Request:
         self.consumer.reset()
 
     def on_tokens(self, tokens: list[int]) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         if self.first_at is None:
             self.first_at = now
         else:
@@ -139,7 +143,7 @@ class Relay:
                 self._idle.set()
 
     async def _run(self, request: Request) -> Attempt:
-        tries, again, waits_since = 0, False, request.began
+        tries, again, waits_since = 0, False, self._loop.time()
         while True:
             attempt = await self._place(request, waits_since + self._settings.queue_timeout_s, again=again)
             again = True
@@ -160,11 +164,11 @@ class Relay:
     async def _place(self, request: Request, patience: float, *, again: bool) -> Attempt:
         """A place on a pair; waits for the broker, and in the line until `patience` (loop time)."""
         request.reset()
-        begin = self._loop.time()
+        begin = time.monotonic()
         with _span("router.queue"):
             await self._await_broker()
             attempt = await self.line.wait(request, min(request.deadline, patience), again=again)
-        self._metrics.queue.observe(self._loop.time() - begin)
+        self._metrics.queue.observe(time.monotonic() - begin)
         return attempt
 
     async def _await_broker(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -58,10 +59,6 @@ class Client:
 
     def leave(self) -> None:
         self.writer.transport.abort()
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class Quiet:
@@ -173,7 +170,7 @@ class TestTheClientLeaves:
         through = 0
         for steps in range(120):
             consumer = Quiet()
-            request = Request(job(stream), consumer, router.service.metrics, began=now(), timeout_s=5.0)
+            request = Request(job(stream), consumer, router.service.metrics, began=time.monotonic(), timeout_s=5.0)
             task = asyncio.create_task(relay.run(request))
             for _ in range(steps):
                 await asyncio.sleep(0)
