@@ -37,10 +37,9 @@ void Pool::start(Call call, void* context, int64_t items) {
     if (items >= int64_t{1} << 32) throw std::invalid_argument("too many items");
     uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;  // odd: nothing can be claimed
     ticket_.store(job << 32);
-    std::atomic_thread_fence(std::memory_order_release);
-    call_.store(call, std::memory_order_relaxed);
-    context_.store(context, std::memory_order_relaxed);
-    items_.store(static_cast<uint32_t>(items), std::memory_order_relaxed);
+    call_.store(call, std::memory_order_release);
+    context_.store(context, std::memory_order_release);
+    items_.store(static_cast<uint32_t>(items), std::memory_order_release);
     done_.store(0, std::memory_order_relaxed);
     ticket_.store((job + 1) << 32);
     signal_.fetch_add(1);
@@ -59,12 +58,12 @@ bool Pool::claim_one(int thread) {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     for (;;) {
         if ((ticket >> 32) & 1) return false;
-        Call call = call_.load(std::memory_order_relaxed);
-        void* context = context_.load(std::memory_order_relaxed);
-        uint32_t items = items_.load(std::memory_order_relaxed);
+        // Who reads a later job's field has seen its odd ticket too, and the compare-and-swap fails.
+        Call call = call_.load(std::memory_order_acquire);
+        void* context = context_.load(std::memory_order_acquire);
+        uint32_t items = items_.load(std::memory_order_acquire);
         uint32_t item = static_cast<uint32_t>(ticket);
         if (item >= items) return false;
-        std::atomic_thread_fence(std::memory_order_acquire);
         if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
             call(context, item, thread);
             done_.fetch_add(1, std::memory_order_release);

@@ -1,0 +1,52 @@
+#include "paged.h"
+
+#include <cmath>
+#include <random>
+#include <stdexcept>
+
+#include "check.h"
+
+using namespace kvmesh;
+
+namespace {
+
+// One sequence, appended and attended in uneven chunks by several threads, in a cache without a byte to spare. Every
+// value is a constant, so that every result is that constant, whatever the weights.
+void constant_values(Isa isa, const CacheShape& shape, int group) {
+    Context context(3, isa);
+    std::vector<char> memory(shape.total_bytes());
+    Cache cache(memory.data(), shape);
+    int heads = shape.heads * group, width = (heads + 2 * shape.heads) * shape.dim,
+        tokens = shape.pages * shape.page_size;
+    std::vector<int32_t> table(shape.pages);
+    for (int i = 0; i < shape.pages; ++i) table[i] = shape.pages - 1 - i;
+    std::vector<float> rotary(int64_t{tokens} * shape.dim);
+    for (size_t i = 0; i < rotary.size(); ++i)
+        rotary[i] = i % shape.dim < static_cast<size_t>(shape.dim) / 2 ? 1.0f : 0.0f;
+    std::mt19937 random(1);
+    std::uniform_real_distribution<float> uniform(-1, 1);
+    for (int start = 0, count = 1; start < tokens; start += count, count = std::min(count * 3, tokens - start)) {
+        Batch batch(cache, {count}, {start}, table, {0});
+        std::vector<float> qkv(int64_t{count} * width), out(int64_t{count} * heads * shape.dim);
+        for (size_t i = 0; i < qkv.size(); ++i)
+            qkv[i] = static_cast<int>(i % width) < (heads + shape.heads) * shape.dim ? uniform(random) : 0.5f;
+        for (int layer = 0; layer < shape.layers; ++layer) {
+            append(context, cache, batch, layer, heads, {rotary.data(), tokens, nullptr, nullptr, 1e-6f}, qkv.data());
+            attend(context, cache, batch, layer, heads, 1.0f, qkv.data(), out.data());
+            for (float value : out) CHECK(std::abs(value - 0.5f) < 1e-5f);
+        }
+    }
+    CHECK_THROWS(std::invalid_argument, Batch(cache, {1}, {tokens}, table, {0}));
+}
+
+}  // namespace
+
+int main() {
+    for (Isa isa : {Isa::generic, Isa::avx2, Isa::avx512}) {
+        if (!has_isa(isa)) continue;
+        constant_values(isa, {2, 5, 2, 16, 64, true}, 3);
+        constant_values(isa, {1, 40, 1, 5, 6, false}, 7);
+        constant_values(isa, {1, 3, 3, 70, 40, true}, 1);
+        constant_values(isa, {1, 150, 1, 1, 16, false}, 2);
+    }
+}
