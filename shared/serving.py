@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from shared import config, lifecycle
 from shared.config import InstanceSettings
-from shared.errors import BusError
+from shared.errors import BusError, ConfigError
 from shared.instance import Announcer, Instance
 from shared.messages import Load, Role
 from shared.opening import open_instance
@@ -32,7 +35,31 @@ class Service(Protocol):
     def close(self) -> None: ...
 
 
-MakeService = Callable[[Instance, CollectorRegistry, asyncio.TaskGroup], Service]
+S = TypeVar("S", bound=InstanceSettings)
+
+MakeService = Callable[[Instance, S, CollectorRegistry, asyncio.TaskGroup], Service]
+
+
+def main(
+    role: Role,
+    kind: type[S],
+    make: MakeService[S],
+    argv: list[str] | None,
+    *,
+    max_batch: Callable[[S], int],
+) -> None:
+    """A whole process: settings, signals, service. Exit status 1, and one line, where something is wrong."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        settings = config.load(kind, arguments, os.environ, prog=f"kvmesh {role}")
+    except ConfigError as error:
+        lifecycle.fail(role, error)
+    settings = msgspec.structs.replace(settings, name=settings.name or role)
+
+    async def run(stop: asyncio.Event) -> None:
+        await serve(role, settings, stop, make, max_batch(settings))
+
+    lifecycle.run(run, settings)
 
 
 def threads_of(settings: InstanceSettings) -> int:
@@ -40,7 +67,7 @@ def threads_of(settings: InstanceSettings) -> int:
     return settings.threads or len(os.sched_getaffinity(0))
 
 
-async def serve(role: Role, settings: InstanceSettings, stop: asyncio.Event, make: MakeService, max_batch: int) -> None:
+async def serve(role: Role, settings: S, stop: asyncio.Event, make: MakeService[S], max_batch: int) -> None:
     """Until `stop`, then drains. Raises `KvmeshError`, in a group, where something it cannot live without fails."""
     traces.configure(f"kvmesh-{role}", settings.name, settings.otlp_endpoint)
     async with AsyncExitStack() as stack:
@@ -48,7 +75,7 @@ async def serve(role: Role, settings: InstanceSettings, stop: asyncio.Event, mak
         registry = new_registry(LedgerCollector(instance.pool.counts, instance.layout.page_size))
         try:
             async with asyncio.TaskGroup() as tasks:
-                service = make(instance, registry, tasks)
+                service = make(instance, settings, registry, tasks)
                 stack.callback(service.close)
                 app = app_with_health(service, registry)
                 url = await stack.enter_async_context(listening(app, settings.host, settings.port))
