@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 _NOTED = Accepted("")
 
+STATUS_GRACE_S = 2.0
+"""A decoder speaks of every attempt once a second; it may miss one turn beyond the time in which it would count as dead."""
+
 
 class RouterService:
     """Registry and relay, fed from the bus. `start` subscribes; `run` watches until it is cancelled."""
@@ -151,10 +154,6 @@ class RouterService:
         self.metrics.read_instances(
             lambda role, state: sum(a.role == role and a.state == state for a in self._announced())
         )
-
-
-STATUS_GRACE_S = 2.0
-"""A decoder speaks of every attempt once a second; it may miss one turn beyond the time in which it would count as dead."""
 
 
 def _shown(announce: Announce) -> dict[str, Any]:
