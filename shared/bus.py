@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -64,6 +65,8 @@ class Bus:
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._closing = False
+        self._echo_subject = client.new_inbox()
+        self._echoes: dict[bytes, asyncio.Future[None]] = {}
         self.malformed = 0
         """Messages dropped because they did not decode."""
         self.failed = 0
@@ -90,11 +93,12 @@ class Bus:
             "reconnected_cb": bus._on_reconnect,
         }
         await _connect(client, url, options, timeout_s)
+        await bus._listen_to_echoes()
         try:
             yield bus
         finally:
             bus._closing = True
-            await asyncio.shield(_close(client))
+            await asyncio.shield(bus._close())
 
     @property
     def connected(self) -> bool:
@@ -119,9 +123,12 @@ class Bus:
         context: Context | None = None,
     ) -> T:
         """The answer, decoded as `reply`. Raises `BusError`: nobody listens, no answer in time, or one that is malformed."""
-        headers = traces.inject(context) or None
         what = f"request on {subject}"
-        message = await _mapped(self._client.request(subject, _encode(body), timeout=timeout_s, headers=headers), what)
+        if not self.connected:
+            raise BusError(f"{what}: the broker is away")
+        headers = traces.inject(context) or None
+        call = self._client.request(subject, _encode(body), timeout=timeout_s, headers=headers)
+        message = await _mapped(cancellable(call), what)
         try:
             answer: T = self._decoder(reply).decode(message.data)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -149,8 +156,37 @@ class Bus:
         return await _mapped(self._client.subscribe(subject, cb=deliver), f"subscribe to {subject}")
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        """Until the broker has seen everything published so far."""
-        await _mapped(self._client.flush(timeout=timeout_s), "flush")  # type: ignore[arg-type]
+        """Until the broker has seen everything published so far. Raises `BusError`.
+
+        By a message to ourselves: nats-py's own flush leaves a future behind when it is cancelled or times out, on which its
+        reader dies when the answer comes after all."""
+        token = secrets.token_bytes(8)
+        self._echoes[token] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _mapped(self._client.publish(self._echo_subject, token), "flush")
+                await self._echoes[token]
+        except TimeoutError:
+            raise BusError("flush: no answer in time") from None
+        finally:
+            del self._echoes[token]
+
+    async def _listen_to_echoes(self) -> None:
+        async def echo(raw: Msg) -> None:
+            waiting = self._echoes.get(raw.data)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+        await _mapped(self._client.subscribe(self._echo_subject, cb=echo), "subscribe")
+
+    async def _close(self) -> None:
+        """Sends what is buffered where that is quick, then closes."""
+        try:
+            if self.connected:
+                await self.flush(1.0)
+        except BusError:
+            log.info("closed without a last flush")
+        await self._client.close()
 
     def _decoder(self, kind: Any) -> msgspec.msgpack.Decoder[Any]:
         if kind not in self._decoders:
@@ -176,22 +212,24 @@ async def _connect(client: Client, url: str, options: dict[str, Any], timeout_s:
         async with asyncio.timeout(timeout_s):
             await client.connect(url, **options)
     except TimeoutError:
-        await _close(client)
+        await client.close()
         raise BusError(f"no broker at {url} within {timeout_s:g} s") from None
     except (OSError, nats.errors.Error) as error:
-        await _close(client)
+        await client.close()
         raise BusError(f"no broker at {url}: {error}") from None
 
 
-async def _close(client: Client) -> None:
-    """Sends what is buffered where that is quick, then closes."""
+async def cancellable(call: Awaitable[T]) -> T:
+    """`call`, from which a cancellation always comes out. On Python 3.11 `asyncio.wait_for`, which the client uses, returns
+    the answer and drops a cancellation that comes in the same moment."""
+    task = asyncio.current_task()
+    assert task is not None, "called from a task"
+    before = task.cancelling()
     try:
-        async with asyncio.timeout(1.0):
-            if client.is_connected:
-                await client.flush(timeout=1)
-    except (TimeoutError, OSError, nats.errors.Error):
-        log.info("closed without a last flush")
-    await client.close()
+        return await call
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 async def _mapped(call: Awaitable[T], what: str) -> T:

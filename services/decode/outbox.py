@@ -32,6 +32,7 @@ class Outbox:
         self._gone = gone
         self._pending: dict[InstanceRef, list[Emit]] = {}
         self._last_used: dict[InstanceRef, float] = {}
+        self._missed: set[InstanceRef] = set()
 
     def add(self, router: InstanceRef, emit: Emit) -> None:
         self._pending.setdefault(router, []).append(emit)
@@ -59,9 +60,19 @@ class Outbox:
         try:
             await self._bus.request(subjects.inbox("router", router), status, Accepted, timeout_s=1.0)
         except NobodyListens:
-            log.info("router %s is gone", router.name)
-            self._last_used.pop(router, None)
-            self._pending.pop(router, None)
-            await self._gone(router)
+            await self._on_nobody(router)
         except BusError as error:
             log.debug("no answer from router %s: %s", router.name, error)
+        else:
+            self._missed.discard(router)
+
+    async def _on_nobody(self, router: InstanceRef) -> None:
+        """Twice in a row it is gone; once it may only be later than we to come back to a broker that was started again."""
+        if router not in self._missed:
+            self._missed.add(router)
+            return
+        log.info("router %s is gone", router.name)
+        self._missed.discard(router)
+        self._last_used.pop(router, None)
+        self._pending.pop(router, None)
+        await self._gone(router)

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from opentelemetry.trace import Span, get_current_span
 
-from services.router.asking import ask
 from services.router.attempts import PREFILL_STAGES, Attempt, AttemptTable
 from services.router.courier import Courier
 from services.router.dispatch import Need, NoPair, NoRoom, Pair, choose, release, reserve
@@ -197,7 +196,7 @@ class Relay:
             return False
         try:
             generate = self._generate(attempt, request)
-            reply: Reply = await ask(self._bus, inbox("decode", decoder.ref), generate, Reply, timeout_s=ACCEPT_S)
+            reply: Reply = await self._bus.request(inbox("decode", decoder.ref), generate, Reply, timeout_s=ACCEPT_S)
         except NobodyListens:
             attempt.settled = True
             request.avoid[decoder.ref] = decoder.beats

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from services.router.asking import ask
 from services.router.metrics import RouterMetrics
 from services.router.model import ServedModel
 from services.router.registry import Registry
@@ -127,7 +126,7 @@ class RouterService:
         about anybody's attempts."""
         echo = StreamStatus(decoder=self.me, router=self.me, emitted={})
         try:
-            await ask(self._bus, subjects.inbox("router", self.me), echo, Accepted, timeout_s=timeout_s)
+            await self._bus.request(subjects.inbox("router", self.me), echo, Accepted, timeout_s=timeout_s)
         except BusError:
             return False
         return True
