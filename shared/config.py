@@ -28,16 +28,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line shown")] = (
         "info"
     )
-    otlp_endpoint: Annotated[str, Meta(description="OTLP/HTTP collector, for example http://host:4318; empty: no traces")] = ""
+    otlp_endpoint: Annotated[
+        str, Meta(description="OTLP/HTTP collector, for example http://host:4318; empty: no traces")
+    ] = ""
     heartbeat_s: Annotated[float, Meta(gt=0, description="seconds between an instance's heartbeats")] = 0.5
-    dead_after_s: Annotated[float, Meta(gt=0, description="silence after which an instance counts as dead, seconds")] = 2.0
+    dead_after_s: Annotated[
+        float, Meta(gt=0, description="silence after which an instance counts as dead, seconds")
+    ] = 2.0
     drain_s: Annotated[float, Meta(ge=0, description="grace for running requests after SIGTERM, seconds")] = 30.0
 
 
 class InstanceSettings(Settings, frozen=True, kw_only=True):
     """What prefill and decode instances take besides."""
 
-    model: Annotated[str, Meta(description="directory, hub id, or the built-in default model")] = "smollm2-135m-instruct"
+    model: Annotated[str, Meta(description="directory, hub id, or the built-in default model")] = (
+        "smollm2-135m-instruct"
+    )
     weights_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Meta(description="dtype of the weights; auto: as the checkpoint")
     ] = "auto"
@@ -46,17 +52,27 @@ class InstanceSettings(Settings, frozen=True, kw_only=True):
     ] = "auto"
     page_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in a page")] = 64
     kv_tokens: Annotated[int, Meta(ge=64, description="tokens that the KV pool holds, rounded down to pages")] = 32768
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of the executor; 0: cores shared out among the local parts")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="CPU threads of the executor; 0: cores shared out among the local parts")
+    ] = 0
     fabric: Annotated[str, Meta(description="tcp, shm (trusted peers on one host) or libfabric:<provider>")] = "tcp"
-    fabric_host: Annotated[str, Meta(description="address under which peers reach this instance's fabric")] = "127.0.0.1"
-    step_timeout_s: Annotated[float, Meta(gt=0, description="a step that takes longer ends the instance, seconds")] = 120.0
+    fabric_host: Annotated[str, Meta(description="address under which peers reach this instance's fabric")] = (
+        "127.0.0.1"
+    )
+    step_timeout_s: Annotated[float, Meta(gt=0, description="a step that takes longer ends the instance, seconds")] = (
+        120.0
+    )
     load_timeout_s: Annotated[float, Meta(gt=0, description="the executor must be ready within, seconds")] = 300.0
 
 
 class PrefillSettings(InstanceSettings, frozen=True, kw_only=True):
-    chunk_tokens: Annotated[int, Meta(ge=1, description="prompt tokens computed in one forward, over all prompts")] = 512
+    chunk_tokens: Annotated[int, Meta(ge=1, description="prompt tokens computed in one forward, over all prompts")] = (
+        512
+    )
     max_queue: Annotated[int, Meta(ge=1, description="prompts that may wait or run; more are refused")] = 256
-    transfer_timeout_s: Annotated[float, Meta(gt=0, description="deadline of one write after its layer is computed")] = 30.0
+    transfer_timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline of one write after its layer is computed")
+    ] = 30.0
 
 
 class DecodeSettings(InstanceSettings, frozen=True, kw_only=True):
@@ -69,10 +85,14 @@ class DecodeSettings(InstanceSettings, frozen=True, kw_only=True):
 
 class RouterSettings(Settings, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI-compatible API")] = 8000
-    model: Annotated[str, Meta(description="directory, hub id, or the built-in default model")] = "smollm2-135m-instruct"
+    model: Annotated[str, Meta(description="directory, hub id, or the built-in default model")] = (
+        "smollm2-135m-instruct"
+    )
     served_model: Annotated[str, Meta(description="name clients use; default: the model's")] = ""
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request, seconds")] = 600.0
-    max_queue: Annotated[int, Meta(ge=0, description="requests that may wait at the router for room; more get 429")] = 512
+    max_queue: Annotated[int, Meta(ge=0, description="requests that may wait at the router for room; more get 429")] = (
+        512
+    )
     queue_timeout_s: Annotated[float, Meta(gt=0, description="longest wait at the router for room, seconds")] = 60.0
     max_attempts: Annotated[int, Meta(ge=1, description="attempts at one request while no byte was sent")] = 3
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
@@ -88,7 +108,9 @@ def variable(field: str) -> str:
 
 def load(kind: type[S], argv: Sequence[str], environ: Mapping[str, str], *, prog: str) -> S:
     """Settings of `kind` from flags and variables. Raises `ConfigError`; `--help` and unknown flags exit as argparse does."""
-    parser = argparse.ArgumentParser(prog=prog, description=f"Every flag is also a variable, for example {variable('name')}.")
+    parser = argparse.ArgumentParser(
+        prog=prog, description=f"Every flag is also a variable, for example {variable('name')}."
+    )
     for field in describe(kind):
         parser.add_argument(field.flag, dest=field.name, default=None, help=f"{field.help} [{field.default}]")
     flags = vars(parser.parse_args(argv))
