@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="directory, hub id or the default model")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS), help="lengths of prompts, tokens")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

@@ -147,8 +147,8 @@ void Linear::run_few(const Call& call) const {
 // Many blocks of rows: a group of panels is converted to floats once and stays in the second-level cache.
 void Linear::run_many(const Call& call) const {
     Context& context = call.context;
-    int block = context.kernels.row_block;
-    int blocks = static_cast<int>(ceil_div(call.rows, block));
+    int blocks = static_cast<int>(ceil_div(call.rows, context.kernels.row_block));
+    int block = static_cast<int>(ceil_div(call.rows, blocks));  // even ones: a small rest would cost as much to feed
     float* packed = context.packed.get(int64_t{call.rows} * inputs_);
     context.pool.run(blocks, [&](int64_t i, int) {
         int first = static_cast<int>(i) * block, count = std::min(block, call.rows - first);

@@ -147,7 +147,7 @@ class Executor:
             fds = (theirs.fileno(), self.kv_fd, self.counter_fd)
             try:
                 self._process = ChildProcess([*command, "--parent", str(os.getpid())], pass_fds=fds, environ=environ)
-                self._reader, self._writer = await asyncio.open_connection(sock=ours)
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             except BaseException:
                 ours.close()
                 raise
@@ -177,8 +177,8 @@ class Executor:
         self._started = answer
 
     async def _exchange(self, step: Step) -> StepDone | StepError:
-        await self._send(step)
-        self._reply = asyncio.ensure_future(self._receive_reply(step.step))
+        """In a task of its own: a caller that is cancelled leaves neither half a frame nor an answer without a reader."""
+        self._reply = asyncio.ensure_future(self._round_trip(step))
         reply = await asyncio.shield(self._reply)
         self._reply = None
         return reply
@@ -188,10 +188,11 @@ class Executor:
             await asyncio.shield(self._reply)
             self._reply = None
 
-    async def _receive_reply(self, number: int) -> StepDone | StepError:
+    async def _round_trip(self, step: Step) -> StepDone | StepError:
+        await self._send(step)
         answer = await self._receive()
-        if not isinstance(answer, StepDone | StepError) or answer.step != number:
-            raise EngineError(f"the executor answered step {number} with {answer!r}")
+        if not isinstance(answer, StepDone | StepError) or answer.step != step.step:
+            raise EngineError(f"the executor answered step {step.step} with {answer!r}")
         return answer
 
     async def _send(self, message: Start | Step | Stop) -> None:

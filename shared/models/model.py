@@ -61,6 +61,8 @@ class Model:
         written. Other rows never change what a row gets, not by a bit.
         """
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
+        if wanted and self._network.head is None:
+            raise ValueError(f"row {wanted[0]}: asks for a token of a model that was loaded to prefill only")
         x = self._forward(rows, after_attention, fill_only=not wanted)
         sampled: list[int | None] = [None] * len(rows)
         if wanted:

