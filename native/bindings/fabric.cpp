@@ -1,5 +1,7 @@
 // The Python face of the fabric, and the only file of it that knows Python. `shared/transfer/_native.pyi` describes it.
 
+#include "fabric/fabric.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -8,7 +10,6 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include "fabric/fabric.h"
 #include "fabric/message.h"
 
 namespace nb = nanobind;
@@ -87,7 +88,8 @@ void bind_error(nb::module_& module) {
                 std::rethrow_exception(raised);
             } catch (const SetupError& error) {
                 const Fault& fault = error.fault();
-                nb::tuple arguments = nb::make_tuple(static_cast<int>(fault.status), fault.call, fault.code, fault.text);
+                nb::tuple arguments =
+                    nb::make_tuple(static_cast<int>(fault.status), fault.call, fault.code, fault.text);
                 PyErr_SetObject(static_cast<PyObject*>(payload), arguments.ptr());
             }
         },
@@ -125,9 +127,17 @@ void bind_values(nb::module_& module) {
                uint64_t source_layer_stride, uint64_t target_layer_stride, uint32_t num_layers, uint32_t immediate,
                double timeout_s) {
                 RemoteRegion remote = RemoteRegion::decode(from_bytes(target));
-                new (self) PagedWrite{lane, std::move(source), std::move(remote), std::move(source_pages),
-                                      std::move(target_pages), page_bytes, source_layer_stride, target_layer_stride,
-                                      num_layers, immediate, timeout_s};
+                new (self) PagedWrite{lane,
+                                      std::move(source),
+                                      std::move(remote),
+                                      std::move(source_pages),
+                                      std::move(target_pages),
+                                      page_bytes,
+                                      source_layer_stride,
+                                      target_layer_stride,
+                                      num_layers,
+                                      immediate,
+                                      timeout_s};
             },
             nb::kw_only(), "lane"_a, "source"_a, "source_pages"_a, "target"_a, "target_pages"_a, "page_bytes"_a,
             "source_layer_stride"_a, "target_layer_stride"_a, "num_layers"_a, "immediate"_a, "timeout_s"_a);

@@ -39,7 +39,8 @@ void Control::connect(uint64_t token, PeerAddress address, std::string host, int
             Event event = connect_failed(token, identity, {Status::ok, "", 0, ""});
             event.lane = session->lane;
             if (address.generation < session->floor)
-                event.fault = {Status::unreachable, "connect", 0, "the address is from before the peer fenced this side"};
+                event.fault = {Status::unreachable, "connect", 0,
+                               "the address is from before the peer fenced this side"};
             return events_.push(std::move(event));
         }
         auto [found, fresh] = attempts_.try_emplace(identity);
@@ -155,8 +156,10 @@ void Control::say_goodbye() {
     std::vector<Session*> all;
     for (auto& [fd, session] : sessions_) all.push_back(session.get());
     for (Session* session : all) {
-        if (session->state == State::open) leave(*session, "the peer closed its fabric", false);
-        else if (session->state != State::leaving) lose(*session, "the fabric was closed");
+        if (session->state == State::open)
+            leave(*session, "the peer closed its fabric", false);
+        else if (session->state != State::leaving)
+            lose(*session, "the fabric was closed");
     }
     int64_t deadline = now_ns() + kStop;
     while (!sessions_.empty() && now_ns() < deadline) {

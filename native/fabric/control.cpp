@@ -149,19 +149,30 @@ void Control::service(int fd) {
 bool Control::dispatch(Session& session, const Frame& frame) {
     int fd = session.fd();
     switch (frame.type) {
-        case MessageType::hello: take_hello(session, frame.payload); break;
-        case MessageType::welcome: take_welcome(session, frame.payload); break;
-        case MessageType::reject: take_rejection(session, frame.payload); break;
-        case MessageType::goodbye: take_goodbye(session, frame.payload); break;
+        case MessageType::hello:
+            take_hello(session, frame.payload);
+            break;
+        case MessageType::welcome:
+            take_welcome(session, frame.payload);
+            break;
+        case MessageType::reject:
+            take_rejection(session, frame.payload);
+            break;
+        case MessageType::goodbye:
+            take_goodbye(session, frame.payload);
+            break;
         case MessageType::probe:
             tasks_.run();  // The engine may have said that it closes this lane: then the answer is a goodbye.
             if (session.state == State::open) session.send(kvmesh::fabric::frame(MessageType::alive));
             break;
-        case MessageType::alive: engine_.confirm_alive(session.lane); break;
+        case MessageType::alive:
+            engine_.confirm_alive(session.lane);
+            break;
         case MessageType::gone:
             if (session.state == State::leaving) left(session);
             break;
-        case MessageType::ping: break;
+        case MessageType::ping:
+            break;
     }
     auto found = sessions_.find(fd);
     return found != sessions_.end() && found->second.get() == &session;
@@ -196,9 +207,9 @@ void Control::take_hello(Session& session, const std::string& payload) {
             engine_.connect_lane(offer.lane, hello->endpoint, hello->doorbell);
             session.identity = hello->identity;
             session.floor = hello->floor;
-            session.send(frame(MessageType::welcome, Welcome{options_.identity, floor_of(hello->identity),
-                                                             offer.endpoint, offer.doorbell}
-                                                         .encode()));
+            session.send(
+                frame(MessageType::welcome,
+                      Welcome{options_.identity, floor_of(hello->identity), offer.endpoint, offer.doorbell}.encode()));
             return opened(session);
         } catch (const SetupError& error) {
             reason = error.what();
@@ -235,7 +246,8 @@ void Control::opened(Session& session) {
         event.peer = session.identity;
         events_.push(std::move(event));
     }
-    // Two processes may connect to each other at once: then our own attempt is still under way, and stays a second lane.
+    // Two processes may connect to each other at once: then our own attempt is still under way, and stays a second
+    // lane.
     if (attempt.session == session.fd() || attempt.session < 0) attempts_.erase(found);
 }
 
@@ -295,8 +307,10 @@ void Control::tick(int64_t now) {
 
 void Control::tick_session(Session& session, int64_t now) {
     if (session.state == State::open) {
-        if (now - session.last_seen > kSilence) lose(session, "the peer has been silent for over a second");
-        else if (session.wants_write()) watch_writes(session);
+        if (now - session.last_seen > kSilence)
+            lose(session, "the peer has been silent for over a second");
+        else if (session.wants_write())
+            watch_writes(session);
     } else if (now > session.deadline) {
         lose(session, "no answer in time");
     }
@@ -305,10 +319,14 @@ void Control::tick_session(Session& session, int64_t now) {
 void Control::lose(Session& session, const std::string& why) {
     switch (session.state) {
         case State::connecting:
-        case State::greeting: return attempt_failed(session, why);
-        case State::waiting: return discard(session.fd());
-        case State::leaving: return left(session);
-        case State::open: return lose_identity(session.identity, {Status::peer_lost, "control", 0, why});
+        case State::greeting:
+            return attempt_failed(session, why);
+        case State::waiting:
+            return discard(session.fd());
+        case State::leaving:
+            return left(session);
+        case State::open:
+            return lose_identity(session.identity, {Status::peer_lost, "control", 0, why});
     }
 }
 
@@ -329,7 +347,8 @@ void Control::lose_identity(uint64_t identity, const Fault& fault) {
     events_.push(std::move(event));
 }
 
-// Our endpoints of that peer are closed first; then it is asked to close its own, so that what is on the way is gone too.
+// Our endpoints of that peer are closed first; then it is asked to close its own, so that what is on the way is gone
+// too.
 void Control::leave(Session& session, const std::string& reason, bool announce) {
     for (auto& [fd, other] : sessions_) {
         if (other->identity != session.identity || other->state != State::open) continue;

@@ -19,8 +19,8 @@ struct ControlOptions {
 };
 
 // Who is connected and who lives: one thread that owns the listener and all control connections, pairs endpoints, and
-// decides that a peer is lost (end of file, or silence for about a second). It may wait for the engine; the engine never
-// waits for it.
+// decides that a peer is lost (end of file, or silence for about a second). It may wait for the engine; the engine
+// never waits for it.
 class Control {
   public:
     Control(ControlOptions options, Engine& engine, EventQueue& events);
@@ -94,9 +94,9 @@ class Control {
     uint16_t port_ = 0;
     std::atomic<uint64_t> generation_{0};
     std::map<int, std::unique_ptr<Session>> sessions_;
-    std::map<uint64_t, Attempt> attempts_;                // by identity
-    std::unordered_map<uint64_t, uint64_t> floors_;       // by fenced identity: the first generation that is let in
-    std::vector<std::unique_ptr<Session>> discarded_;     // closed in this round; events for them may still come
+    std::map<uint64_t, Attempt> attempts_;             // by identity
+    std::unordered_map<uint64_t, uint64_t> floors_;    // by fenced identity: the first generation that is let in
+    std::vector<std::unique_ptr<Session>> discarded_;  // closed in this round; events for them may still come
     int64_t last_tick_ = 0;
     int64_t next_ping_ = 0;
     std::mutex stop_mutex_;

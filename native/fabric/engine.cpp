@@ -271,8 +271,8 @@ void Engine::check_deadlines() {
         bool stuck = now > transfer->deadline_ns() + kDrainGrace && lanes_.contains(transfer->lane());
         // Posted writes cannot be taken back, so only closing the lane makes sure that none lands later.
         if (!transfer->finished() && stuck)
-            break_lane(transfer->lane(),
-                       {Status::peer_lost, "deadline", 0, "a write was not complete by its deadline"}, nullptr);
+            break_lane(transfer->lane(), {Status::peer_lost, "deadline", 0, "a write was not complete by its deadline"},
+                       nullptr);
     }
 }
 

@@ -13,9 +13,9 @@
 namespace kvmesh::fabric {
 
 struct EngineOptions {
-    bool spin = false;         // poll without ever sleeping
-    uint32_t window = 64;      // writes outstanding per peer
-    std::vector<int> cpus;     // to run on; empty: anywhere
+    bool spin = false;      // poll without ever sleeping
+    uint32_t window = 64;   // writes outstanding per peer
+    std::vector<int> cpus;  // to run on; empty: anywhere
 };
 
 // What a lane's peer needs to write to it.
@@ -120,7 +120,7 @@ class Engine {
     Stats stats_;
 
     std::mutex stop_mutex_;
-    bool stopped_ = false;           // under stop_mutex_
+    bool stopped_ = false;  // under stop_mutex_
     std::atomic<bool> stopping_{false};
     std::thread thread_;
 };

@@ -14,7 +14,8 @@ namespace {
 constexpr double kMaxTimeout = 1e8;
 
 int64_t to_ns(double seconds) {
-    if (std::isnan(seconds) || seconds < 0) throw SetupError({Status::failed, "timeout_s", EINVAL, "a time-out below 0"});
+    if (std::isnan(seconds) || seconds < 0)
+        throw SetupError({Status::failed, "timeout_s", EINVAL, "a time-out below 0"});
     return static_cast<int64_t>(std::min(seconds, kMaxTimeout) * 1e9);
 }
 
@@ -101,8 +102,8 @@ uint64_t Fabric::fence(uint64_t identity) {
 
 uint64_t Fabric::expect(uint32_t immediate, uint64_t count) {
     require_usable();
-    // The last writes of its earlier use have completed, but their immediates may still be on the way from the completion
-    // queue to the table, where they must not be counted for this use.
+    // The last writes of its earlier use have completed, but their immediates may still be on the way from the
+    // completion queue to the table, where they must not be counted for this use.
     if (immediates_->closed(immediate)) engine_->settle();
     uint64_t token = next_token_++;
     immediates_->arm(immediate, count, token);

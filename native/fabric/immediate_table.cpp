@@ -15,8 +15,8 @@ void ImmediateTable::arm(uint32_t immediate, uint64_t count, uint64_t token) {
     std::lock_guard lock(mutex_);
     Entry& entry = entries_[immediate];
     if (entry.state == State::armed)
-        throw SetupError({Status::failed, "expect", EBUSY,
-                          "immediate " + std::to_string(immediate) + " is armed already"});
+        throw SetupError(
+            {Status::failed, "expect", EBUSY, "immediate " + std::to_string(immediate) + " is armed already"});
     if (entry.state == State::unknown && entry.arrived > 0) --unknown_;
     uint64_t early = entry.state == State::unknown ? entry.arrived : 0;
     entry = {State::armed, early, count, token};

@@ -13,7 +13,8 @@ namespace kvmesh::fabric {
 // Counts arrivals by immediate. An immediate is in one of these states:
 //   unknown  nobody armed it yet: arrivals are kept ("early") and count when it is armed
 //   armed    arrivals count; the event is pushed when the expected number is reached
-//   closed   it was armed and disarmed: arrivals are late ones of a finished use and are dropped until it is armed again
+//   closed   it was armed and disarmed: arrivals are late ones of a finished use and are dropped until it is armed
+//   again
 // The newest 65,536 closed ones are remembered, and older ones are unknown again.
 class ImmediateTable {
   public:

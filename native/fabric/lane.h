@@ -56,7 +56,8 @@ class Lane {
     bool blocked() const { return blocked_; }
     // Set once something failed; nothing is posted from then on.
     const std::optional<Fault>& fault() const { return fault_; }
-    // The transfer whose write brought the fault about; none where no write did. On a stream it is a well-founded guess.
+    // The transfer whose write brought the fault about; none where no write did. On a stream it is a well-founded
+    // guess.
     TransferPtr culprit() const;
     bool suspected = false;  // the peer was asked whether it lives
 

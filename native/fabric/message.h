@@ -40,7 +40,7 @@ struct Hello {
     uint16_t protocol = kProtocolVersion;
     std::string provider;
     uint64_t identity = 0;
-    uint64_t target = 0;  // the identity this is meant for
+    uint64_t target = 0;      // the identity this is meant for
     uint64_t generation = 0;  // of the address that was used
     uint64_t floor = 0;       // as in Welcome
     std::string endpoint;

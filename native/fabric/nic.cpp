@@ -23,8 +23,8 @@ Nic::Nic(Provider provider, const std::string& host) : provider_(std::move(provi
     check("fi_domain", fi_domain(fabric, info_.get(), &domain, nullptr), Status::unavailable);
     domain_.reset(domain);
     if (info_->domain_attr->cq_data_size < sizeof(uint32_t))
-        throw SetupError({Status::unavailable, "fi_getinfo", 0,
-                          provider_.libfabric_name + " carries no 32-bit immediates"});
+        throw SetupError(
+            {Status::unavailable, "fi_getinfo", 0, provider_.libfabric_name + " carries no 32-bit immediates"});
 }
 
 FidPtr<fid_mr> Nic::register_memory(void* base, size_t length) const {
@@ -42,8 +42,9 @@ FidPtr<fid_mr> Nic::register_memory(void* base, size_t length) const {
         rlimit locked{};
         getrlimit(RLIMIT_MEMLOCK, &locked);
         throw SetupError({Status::failed, "fi_mr_reg", FI_ENOMEM,
-                          "cannot pin " + std::to_string(length) + " bytes: the limit of locked memory (ulimit -l) is " +
-                              std::to_string(locked.rlim_cur) + " bytes"});
+                          "cannot pin " + std::to_string(length) +
+                              " bytes: the limit of locked memory (ulimit -l) is " + std::to_string(locked.rlim_cur) +
+                              " bytes"});
     }
     check("fi_mr_reg", result);
     return FidPtr<fid_mr>(region);

@@ -33,6 +33,8 @@ InfoPtr hints_for(const std::string& libfabric_name) {
     return hints;
 }
 
+bool shm_is_sound() { return fi_version() < FI_VERSION(2, 0); }
+
 }  // namespace
 
 uint32_t api_version() { return std::min(fi_version(), kNewestTested); }
@@ -46,10 +48,16 @@ Provider Provider::named(const std::string& name) {
     Provider provider;
     provider.name = name;
     if (name == "tcp") {
-        // Before 1.18 the native reliable datagram endpoints are a provider of their own. `tcp;ofi_rxm` is no choice: when a
-        // connection ends in the middle of a remote write, rxm (1.17) reads an error without a context and crashes.
+        // Before 1.18 the native reliable datagram endpoints are a provider of their own. `tcp;ofi_rxm` is no choice:
+        // when a connection ends in the middle of a remote write, rxm (1.17) reads an error without a context and
+        // crashes.
         provider.libfabric_name = fi_version() < FI_VERSION(1, 18) ? "net" : "tcp";
     } else if (name == "shm") {
+        // Seen on 2.5.1: crashes when two endpoints of one process write both ways or the target closes first, and a
+        // writer that hangs after its target was closed. "libfabric:shm" is there for who wants to look again.
+        if (!shm_is_sound())
+            throw SetupError({Status::unavailable, "provider", 0,
+                              "shm of libfabric " + library_version() + " is not safe to close while busy: use tcp"});
         provider.libfabric_name = "shm";
     } else if (name.rfind(kPrefix, 0) == 0 && name.size() > std::strlen(kPrefix)) {
         provider.libfabric_name = name.substr(std::strlen(kPrefix));
@@ -95,7 +103,7 @@ std::vector<std::string> present_providers() {
     std::string tcp = Provider::named("tcp").libfabric_name;
     for (fi_info* info = found; info != nullptr; info = info->next) {
         std::string raw = info->fabric_attr->prov_name;
-        std::string name = raw == tcp ? "tcp" : raw == "shm" ? "shm" : kPrefix + raw;
+        std::string name = raw == tcp ? "tcp" : raw == "shm" && shm_is_sound() ? "shm" : kPrefix + raw;
         if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
     return names;

@@ -19,7 +19,8 @@ struct Provider {
     std::string libfabric_name;
     // The provider's completion queues have no file descriptor that wakes a sleeper at no cost: peers ring a doorbell.
     bool doorbell = false;
-    // When a write of that length counts as complete: at the default level TCP reports writes that the target refuses later.
+    // When a write of that length counts as complete: at the default level TCP reports writes that the target refuses
+    // later.
     uint64_t completion_flags(uint64_t length) const;
 
     // Throws SetupError for a name that is none of the above.
@@ -29,7 +30,8 @@ struct Provider {
     InfoPtr find(const std::string& host) const;
 };
 
-// The version of libfabric that runs, as "major.minor"; the program is compiled against 1.17 and runs on 1.17 and later.
+// The version of libfabric that runs, as "major.minor"; the program is compiled against 1.17 and runs on 1.17 and
+// later.
 std::string library_version();
 
 // The API version to ask for: what runs, capped at the newest this code was tested with.

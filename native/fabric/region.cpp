@@ -10,13 +10,13 @@
 namespace kvmesh::fabric {
 
 Mapping::Mapping(int fd, size_t length) : length_(length) {
-    struct stat status {};
+    struct stat status{};
     if (fstat(fd, &status) != 0) throw SetupError(system_fault("fstat", "the region's file descriptor"));
     // A shorter file would turn the first write past its end into SIGBUS.
     if (length == 0 || status.st_size < 0 || static_cast<size_t>(status.st_size) < length)
-        throw SetupError({Status::failed, "mmap", EINVAL,
-                          "cannot map " + std::to_string(length) + " bytes of a file of " +
-                              std::to_string(status.st_size)});
+        throw SetupError(
+            {Status::failed, "mmap", EINVAL,
+             "cannot map " + std::to_string(length) + " bytes of a file of " + std::to_string(status.st_size)});
     void* base = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) throw SetupError(system_fault("mmap", "the region"));
     madvise(base, length, MADV_DONTFORK);  // A forked child must not share memory that a NIC writes.

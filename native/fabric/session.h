@@ -19,7 +19,8 @@ class Session {
         leaving,  // our endpoint is closed; the peer has not said that its is
     };
 
-    Session(FileDescriptor socket, State state, int64_t now) : state(state), last_seen(now), socket_(std::move(socket)) {}
+    Session(FileDescriptor socket, State state, int64_t now)
+        : state(state), last_seen(now), socket_(std::move(socket)) {}
 
     int fd() const { return socket_.get(); }
     // Sends what it can now and keeps the rest.

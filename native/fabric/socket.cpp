@@ -69,7 +69,8 @@ SocketAddress SocketAddress::parse(const std::string& host, uint16_t port) {
     addrinfo* found = nullptr;
     int result = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
     if (result != 0)
-        throw SetupError({Status::failed, "getaddrinfo", EINVAL, host + " is no numeric address: " + gai_strerror(result)});
+        throw SetupError(
+            {Status::failed, "getaddrinfo", EINVAL, host + " is no numeric address: " + gai_strerror(result)});
     SocketAddress address;
     std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
     address.length = found->ai_addrlen;

@@ -16,9 +16,9 @@ Wide end_of(const std::vector<uint32_t>& pages, uint64_t offset, uint64_t stride
 
 void require_inside(const char* side, Wide end, uint64_t length) {
     if (end > length)
-        throw SetupError({Status::refused, "write", ERANGE,
-                          std::string("the write ends past its ") + side + " region of " + std::to_string(length) +
-                              " bytes"});
+        throw SetupError(
+            {Status::refused, "write", ERANGE,
+             std::string("the write ends past its ") + side + " region of " + std::to_string(length) + " bytes"});
 }
 
 }  // namespace
@@ -41,10 +41,10 @@ void Transfer::release(uint32_t layers) { released_ = std::max(released_, std::m
 
 std::optional<PageWrite> Transfer::next() const {
     if (stopped() || layer_ >= released_) return std::nullopt;
-    uint64_t source = plan_.source_offset + layer_ * plan_.source_layer_stride +
-                      plan_.source_pages[page_] * plan_.page_bytes;
-    uint64_t target = plan_.target_offset + layer_ * plan_.target_layer_stride +
-                      plan_.target_pages[page_] * plan_.page_bytes;
+    uint64_t source =
+        plan_.source_offset + layer_ * plan_.source_layer_stride + plan_.source_pages[page_] * plan_.page_bytes;
+    uint64_t target =
+        plan_.target_offset + layer_ * plan_.target_layer_stride + plan_.target_pages[page_] * plan_.page_bytes;
     return PageWrite{plan_.source->base() + source, plan_.target.nics.front().address + target, layer_};
 }
 

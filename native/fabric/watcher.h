@@ -1,8 +1,8 @@
 #pragma once
 
+#include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <condition_variable>
 #include <thread>
 #include <vector>
 
@@ -10,8 +10,8 @@
 
 namespace kvmesh::fabric {
 
-// Watches one layer counter (see `shared.engine.counter`) on its own thread and lets the engine post each layer's writes
-// when the counter passes it. While no plan is armed the thread sleeps; while one is, it waits in the kernel.
+// Watches one layer counter (see `shared.engine.counter`) on its own thread and lets the engine post each layer's
+// writes when the counter passes it. While no plan is armed the thread sleeps; while one is, it waits in the kernel.
 class LayerWatcher {
   public:
     // `poll_ns` > 0: nobody wakes the futex (CUDA writes the counter); look that often instead.

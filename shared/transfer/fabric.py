@@ -14,8 +14,9 @@ a quarter of a second leave it as it is. Posted writes cannot be taken back: whe
 everything else outstanding on it ends as `PeerLost`; `connect` makes a new one. A peer that does not confirm within a
 second that its side is closed has stopped, and whatever its kernel holds is for its own fence to keep out.
 
-`shm` protects little. Against libfabric 1.17 a forged key never completes there, so it ends as `TransferTimeout`: for
-trusted peers on one host only.
+`tcp` is libfabric's native TCP provider: `net` in 1.17, `tcp` since 1.18. `shm` protects little: it looks at neither
+ranges nor revoked keys, and a forged key never completes, so that the write ends as `TransferTimeout`. For trusted peers
+on one host only, and only with libfabric 1.x: that of 2.x cannot be closed safely while it is busy.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class Fabric:
             raise PeerUnreachable(f"{host} does not resolve: {error}", call="getaddrinfo", peer=identity) from None
         with mapped(identity):
             token = self._native.connect(address, numeric, max(0.0, timeout_s - (self._loop.time() - start)))
-        future = self._connects[token] = self._loop.create_future()
+        future: asyncio.Future[Connection | FabricError] = self._loop.create_future()
+        self._connects[token] = future
         try:
             outcome = await future
         finally:

@@ -13,9 +13,7 @@ from shared.transfer.interface import PagedWrite, Transfer
 class Watcher:
     """A `LayerWatcher`: a native thread that waits on one counter. The counter's descriptor is not kept."""
 
-    def __init__(
-        self, native: _native.LayerWatcher, arm: Callable[[int, Sequence[PagedWrite]], list[Writes]]
-    ) -> None:
+    def __init__(self, native: _native.LayerWatcher, arm: Callable[[int, Sequence[PagedWrite]], list[Writes]]) -> None:
         self._native, self._arm = native, arm
         self._open = True
 

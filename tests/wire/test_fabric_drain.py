@@ -239,6 +239,6 @@ async def test_a_forked_child_is_refused_and_does_no_harm(provider: str) -> None
             except FabricUnavailable as error:
                 os._exit(0 if "forked child" in str(error) else 2)
             os._exit(1)
-        _, status = os.waitpid(child, 0)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         await here.write(peer, source.region, 0, target.descriptor, 0, PAGE, 1, timeout_s=DEADLINE_S).wait()

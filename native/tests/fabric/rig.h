@@ -41,8 +41,10 @@ struct Node {
         int64_t deadline = now_ns() + 20'000'000'000;
         while (true) {
             for (Event& event : fabric.drain()) {
-                if (event.kind == EventKind::peer_lost) lost.push_back(event.peer);
-                else ended[event.token] = std::move(event);
+                if (event.kind == EventKind::peer_lost)
+                    lost.push_back(event.peer);
+                else
+                    ended[event.token] = std::move(event);
             }
             if (done()) return;
             CHECK(now_ns() < deadline);

@@ -50,8 +50,10 @@ void frames() {
     for (char byte : stream) {  // Whatever the pieces, the frames are the same.
         reader.append(&byte, 1);
         while (std::optional<Frame> one = reader.next()) {
-            if (++frames == 1) CHECK(Hello::decode(one->payload)->endpoint == hello.endpoint);
-            else CHECK(one->type == MessageType::ping && one->payload.empty());
+            if (++frames == 1)
+                CHECK(Hello::decode(one->payload)->endpoint == hello.endpoint);
+            else
+                CHECK(one->type == MessageType::ping && one->payload.empty());
         }
     }
     CHECK(frames == 2 && !reader.broken());
