@@ -59,10 +59,36 @@ static void pack_queries(const AttentionTile& t, float* q) {
     }
 }
 
+// Asks for keys and values before they are needed, some tokens at a time between pieces of work: pages lie scattered,
+// and the processor's own prefetching starts anew in each.
+class Ahead {
+  public:
+    Ahead(const AttentionTile& t, int first, int end)
+        : t_(t), left_(end - first), bytes_(int64_t{t.dim} * (t.bf16 ? 2 : 4)) {
+        if (left_ > 0) page_ = t.pages + first / t.page_size, slot_ = first % t.page_size;
+    }
+    void fetch(int tokens) {
+        for (; tokens > 0 && left_ > 0; --tokens, --left_) {
+            const char* at = t_.keys + *page_ * t_.page_bytes + slot_ * bytes_;
+            for (int64_t byte = 0; byte < bytes_; byte += 64) {
+                __builtin_prefetch(at + byte, 0, 2);
+                __builtin_prefetch(at + (t_.values - t_.keys) + byte, 0, 2);
+            }
+            if (++slot_ == t_.page_size) ++page_, slot_ = 0;
+        }
+    }
+
+  private:
+    const AttentionTile& t_;
+    const int32_t* page_ = nullptr;
+    int slot_ = 0, left_;
+    int64_t bytes_;
+};
+
 // The first `count` of tokens block .. block + 63: K transposed, V padded. Columns past them are repeats: always
 // masked.
 template <class T>
-static void load_block(const AttentionTile& t, int block, int count, const Scratch& s) {
+static void load_block(const AttentionTile& t, int block, int count, const Scratch& s, Ahead& ahead) {
     const T* keys[kBlock];
     int wide = padded(t.dim);
     for (int i = 0; i < count;) {
@@ -77,11 +103,15 @@ static void load_block(const AttentionTile& t, int block, int count, const Scrat
             int d = 0;
             for (; d + W <= t.dim; d += W) store(to + d, load(value + d));
             for (; d < wide; ++d) to[d] = d < t.dim ? to_float(value[d]) : 0.0f;
+            if (i % 4 == 3) ahead.fetch(1);
         }
     }
     int whole = (count + W - 1) / W * W;
     for (int i = count; i < whole; ++i) keys[i] = keys[0];
-    for (int i = 0; i < whole; i += W) transpose_rows(t.dim, keys + i, s.keys + i, kBlock);
+    for (int i = 0; i < whole; i += W) {
+        transpose_rows(t.dim, keys + i, s.keys + i, kBlock);
+        ahead.fetch(W / 2);
+    }
 }
 
 // One row's scores become weights; its sum, maximum and output so far are rescaled. `visible`: tokens of this block
@@ -159,16 +189,19 @@ static void attention(const AttentionTile& t, float* memory) {
     for (int i = 0; i < rows; ++i) s.top[i] = kMasked, s.total[i] = 0.0f;
     for (int block = 0; block < end; block += kBlock) {
         int count = end - block < kBlock ? end - block : kBlock;
+        int after = block + kBlock, until = after + kBlock < end ? after + kBlock : end;
+        Ahead ahead(t, after, until);
         if (t.bf16)
-            load_block<uint16_t>(t, block, count, s);
+            load_block<uint16_t>(t, block, count, s, ahead);
         else
-            load_block<float>(t, block, count, s);
+            load_block<float>(t, block, count, s, ahead);
         const float* q = s.q;
         for (int first = 0; first < rows; first += kRows) {
             int some = rows - first < kRows ? rows - first : kRows;
             int last_position = t.position + (first + some - 1) / t.group;
             if (last_position >= block) attend_from<kRows>(some, t, first, block, count, q, s);
             q += int64_t{some} * t.dim;
+            ahead.fetch(kBlock);
         }
     }
     write_out(t, s);

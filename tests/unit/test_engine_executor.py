@@ -27,6 +27,7 @@ from shared.kv.region import KvRegion
 from shared.messages import Sampling
 from shared.models import _kernels
 from shared.models.config import load_config
+from shared.models.source import DEFAULT_MODEL, resolve
 from tests import random_models
 
 PAGES = np.arange(16, dtype="<i4").tobytes()
@@ -106,6 +107,26 @@ async def test_the_region_is_shared_and_only_the_rows_pages_are_written(director
         by_page = region.reshape(layout.num_layers, 64, layout.page_bytes)
         assert set(np.nonzero(by_page.any(axis=(0, 2)))[0].tolist()) == {3, 9}
         del by_page, region
+
+
+def memory_mb(pid: int, field: str) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(field)
+
+
+@pytest.mark.slow
+async def test_memory_is_weights_and_cache_and_little_more():
+    """The bound is weights, KV and 500 MB, at the peak; without torch a tenth of that is enough."""
+    directory = resolve(DEFAULT_MODEL)
+    layout = load_config(directory).layout(page_size=16, dtype="bfloat16")
+    config = ExecutorConfig(model=str(directory), layout=layout, num_pages=64, threads=2)
+    async with Executor.start(config) as executor:
+        pages = np.arange(32, dtype="<i4").tobytes()
+        await run(executor, Step(step=0, rows=[Row(tokens=[1] * 512, start=0, pages=pages, sample=GREEDY)]))
+        held = (executor.started.weights_bytes + executor.kv_bytes) / 2**20
+        assert held < memory_mb(executor.pid, "VmHWM") < held + 100
 
 
 BAD_ROWS = [
@@ -247,6 +268,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from shared.engine.client import Executor, ExecutorConfig
 from shared.models.config import load_config
+from shared.models.source import DEFAULT_MODEL, resolve
 async def main():
     layout = load_config(Path(sys.argv[1])).layout(page_size=16, dtype="float32")
     async with Executor.start(ExecutorConfig(model=sys.argv[1], layout=layout, num_pages=4)) as executor:

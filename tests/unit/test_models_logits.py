@@ -85,6 +85,15 @@ def test_bfloat16_weights_are_float32_weights_that_were_rounded(tmp_path):
     assert Whole(source, WholeConfig()).model.weights_bytes == 2 * whole.model.weights_bytes
 
 
+def test_float16_in_shards_is_held_exactly(tmp_path):
+    source = random_models.save("llama", tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    expected = expected_logits(tmp_path / "shards", TOKENS)
+    assert relative_error(logits_of(Whole(tmp_path / "shards", WholeConfig()), TOKENS), expected) < 1e-4
+
+
 def test_a_bfloat16_cache_is_close(tmp_path):
     random_models.save("llama", tmp_path)
     expected = expected_logits(tmp_path, TOKENS)
