@@ -157,6 +157,7 @@ void bind_fabric(nb::module_& module) {
         .def("close", &Fabric::close, Release())
         .def("address", [](const Fabric& fabric) { return to_bytes(fabric.address()); })
         .def_prop_ro("event_fd", &Fabric::event_fd)
+        .def_prop_ro("stuck", &Fabric::stuck)
         .def("poll", &Fabric::drain)
         .def("stats", &Fabric::stats, Release())
         .def("register", &Fabric::register_region, Release(), "fd"_a, "length"_a)

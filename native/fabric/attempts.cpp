@@ -145,6 +145,8 @@ void Control::fence(uint64_t token, uint64_t identity) {
         event.kind = EventKind::fenced;
         event.token = token;
         event.peer = identity;
+        if (engine_.stuck())
+            event.fault = {Status::unavailable, "fence", 0, "the provider does not return from a call"};
         events_.push(std::move(event));
     });
 }

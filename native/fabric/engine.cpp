@@ -47,7 +47,12 @@ void Engine::stop() {
         stopped_ = true;
     }
     tasks_.push([this] { stopping_ = true; });
-    thread_.join();
+    if (ended_thread_.get_future().wait_for(kPatience) == std::future_status::ready) {
+        thread_.join();
+    } else {
+        stuck_ = true;
+        thread_.detach();
+    }
 }
 
 void Engine::run() {
@@ -62,6 +67,7 @@ void Engine::run() {
         }
     }
     shut_down();
+    ended_thread_.set_value();
 }
 
 // One round over everything. True when anything moved.
@@ -108,11 +114,13 @@ int Engine::sleep_ms() const {
 }
 
 std::shared_ptr<Region> Engine::register_region(std::shared_ptr<Mapping> mapping) {
-    return call([this, mapping] {
-        auto region = std::make_shared<Region>(nic_, mapping);
-        regions_.push_back(region);
-        return region;
-    });
+    return call(
+        [this, mapping] {
+            auto region = std::make_shared<Region>(nic_, mapping);
+            regions_.push_back(region);
+            return region;
+        },
+        kPinPatience);
 }
 
 void Engine::close_region(const std::shared_ptr<Region>& region) {
@@ -135,14 +143,18 @@ LaneOffer Engine::open_lane() {
 }
 
 void Engine::connect_lane(uint64_t lane, const std::string& endpoint, const std::string& doorbell) {
-    call([&] {
+    call([this, lane, endpoint, doorbell] {
         auto found = lanes_.find(lane);
         if (found != lanes_.end()) found->second->connect(endpoint, doorbell);
     });
 }
 
 void Engine::close_lane(uint64_t lane, Fault fault) {
-    call([&] { drop_lane(lane, fault); });
+    try {
+        call([this, lane, fault = std::move(fault)] { drop_lane(lane, fault); });
+    } catch (const SetupError&) {
+        // Stuck, or ended with all its lanes: `stuck` tells which.
+    }
 }
 
 void Engine::drop_lane(uint64_t id, const Fault& fault) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <future>
 #include <map>
@@ -37,6 +38,10 @@ struct EngineHooks {
 // queue. Nothing of Python is ever called on it.
 class Engine {
   public:
+    static constexpr std::chrono::seconds kPatience{3};
+    // Pinning many gigabytes takes its time.
+    static constexpr std::chrono::seconds kPinPatience{120};
+
     Engine(Provider provider, const std::string& host, EngineOptions options, ImmediateTable& immediates,
            EventQueue& events);
     ~Engine() { stop(); }
@@ -48,9 +53,11 @@ class Engine {
     // Runs `task` on the engine's thread. Returns at once.
     void post(TaskQueue::Task task) { tasks_.push(std::move(task)); }
 
-    // Runs `function` there and returns its result, or throws what it threw. Not from the engine's thread.
+    // Runs `function` there and returns its result, or throws what it threw. Not from the engine's thread. What it
+    // captures must be its own: when the thread does not come back within `patience` this throws, and the function may
+    // run later.
     template <typename Function>
-    auto call(Function function) {
+    auto call(Function function, std::chrono::seconds patience = kPatience) {
         using Result = decltype(function());
         auto task = std::make_shared<std::packaged_task<Result()>>(std::move(function));
         std::future<Result> result = task->get_future();
@@ -59,8 +66,15 @@ class Engine {
             if (stopped_) throw SetupError({Status::unavailable, "engine", 0, "the fabric is closed"});
             tasks_.push([task] { (*task)(); });
         }
+        if (result.wait_for(patience) != std::future_status::ready) {
+            stuck_ = true;
+            throw SetupError({Status::unavailable, "engine", 0, "the provider does not return from a call"});
+        }
         return result.get();
     }
+
+    // The thread is lost inside the provider: seen with shm, whose peers share locks, when one was killed holding one.
+    bool stuck() const { return stuck_; }
 
     std::shared_ptr<Region> register_region(std::shared_ptr<Mapping> mapping);
     void close_region(const std::shared_ptr<Region>& region);
@@ -68,7 +82,8 @@ class Engine {
     // Lanes, for the control thread.
     LaneOffer open_lane();
     void connect_lane(uint64_t lane, const std::string& endpoint, const std::string& doorbell);
-    // Closes the endpoint: when it returns nothing of that peer can land. Transfers wait for `finish_lane`.
+    // Closes the endpoint: when it returns nothing of that peer can land (unless `stuck`). Transfers wait for
+    // `finish_lane`.
     void close_lane(uint64_t lane, Fault fault);
     void confirm_alive(uint64_t lane);
     void finish_lane(uint64_t lane);
@@ -122,6 +137,8 @@ class Engine {
     std::mutex stop_mutex_;
     bool stopped_ = false;  // under stop_mutex_
     std::atomic<bool> stopping_{false};
+    std::atomic<bool> stuck_{false};
+    std::promise<void> ended_thread_;
     std::thread thread_;
 };
 

@@ -35,9 +35,10 @@ Fabric::Fabric(FabricOptions options)
 Fabric::~Fabric() {
     if (getpid() == pid_) {
         close();
-        return;
+        if (!engine_->stuck()) return;
     }
-    // In a forked child the threads do not exist and the provider's state is the parent's: leave all of it alone.
+    // In a forked child the threads do not exist and the provider's state is the parent's; a stuck engine's thread
+    // still uses its own. Leave all of it alone.
     (void)events_.release();
     (void)immediates_.release();
     (void)engine_.release();

@@ -37,6 +37,7 @@ class Fabric {
     int event_fd() const { return events_->fd(); }
     std::vector<Event> drain();
     FabricStats stats();
+    bool stuck() const { return engine_->stuck(); }
 
     std::shared_ptr<Region> register_region(int fd, size_t length);
     void close_region(const std::shared_ptr<Region>& region);

@@ -16,7 +16,9 @@ second that its side is closed has stopped, and whatever its kernel holds is for
 
 `tcp` is libfabric's native TCP provider: `net` in 1.17, `tcp` since 1.18. `shm` protects little: it looks at neither
 ranges nor revoked keys, and a forged key never completes, so that the write ends as `TransferTimeout`. For trusted peers
-on one host only, and only with libfabric 1.x: that of 2.x cannot be closed safely while it is busy.
+on one host only, and only with libfabric 1.x: that of 2.x cannot be closed safely while it is busy. Its peers share
+locks: one that is killed while it holds one hangs the other's engine for good. That is noticed within seconds: the peer
+is lost, calls raise `FabricUnavailable`, `close` returns, and only a new process has a fabric again.
 """
 
 from __future__ import annotations
@@ -113,6 +115,11 @@ class Fabric:
         """Changes with every fence, and a fenced peer is let in only with one from after its fence: give the current
         one to a peer with each piece of work, so that work from before a fence cannot be done after it."""
         return self._native.address()
+
+    @property
+    def stuck(self) -> bool:
+        """The provider does not return from a call: this process will not have a working fabric again."""
+        return self._native.stuck
 
     def stats(self) -> _native.Stats:
         with mapped():
@@ -221,6 +228,7 @@ class Fabric:
         closed = FabricError("the fabric was closed", call="close")
         for counter in list(self._arrivals.values()):
             counter.end(closed)
+        self._abandon(None)
         for fence in self._fences.values():
             fence.end(None)
         for connection in self._connections.values():
@@ -240,8 +248,9 @@ class Fabric:
 
     def _handle(self, event: _native.Event) -> None:
         if event.kind == TRANSFER:
-            writes = self._transfers.pop(event.token)
-            writes.end(event, event_error(event, writes.peer))
+            writes = self._transfers.pop(event.token, None)
+            if writes is not None:
+                writes.end(event, event_error(event, writes.peer))
         elif event.kind == ARRIVAL:
             counter = self._arrivals.get(event.token)
             if counter is not None:
@@ -249,7 +258,7 @@ class Fabric:
         elif event.kind == CONNECTED:
             self._connected(event)
         elif event.kind == FENCED:
-            self._fences.pop(event.token).end(None)
+            self._fences.pop(event.token).end(event_error(event, event.peer))
         elif event.kind == PEER_LOST:
             self._peer_lost(event)
 
@@ -264,12 +273,21 @@ class Fabric:
     def _peer_lost(self, event: _native.Event) -> None:
         error = event_error(event, event.peer) or PeerLost("the peer is lost", peer=event.peer)
         self._mark_lost(event.peer, error.message)
+        if self._native.stuck:
+            self._abandon(event.peer)
         for callback in self._lost_callbacks:
             try:
                 callback(event.peer, error)
             except Exception as raised:  # noqa: BLE001 - a task's outermost frame: other events must be handled
                 context = {"message": "a callback of on_peer_lost raised", "exception": raised}
                 self._loop.call_exception_handler(context)
+
+    def _abandon(self, peer: int | None) -> None:
+        """Ends transfers (to one peer, or all) whose events cannot come any more: the engine hangs in the provider."""
+        for token, writes in list(self._transfers.items()):
+            if peer is None or writes.peer == peer:
+                del self._transfers[token]
+                writes.abandon(PeerLost("the peer is lost, and the provider hangs", call="engine", peer=writes.peer))
 
     def _mark_lost(self, identity: int, why: str) -> None:
         gone = [lane for lane, connection in self._connections.items() if connection.identity == identity]

@@ -98,6 +98,9 @@ class Writes:
         self._report = TransferReport(writes=event.writes, bytes=event.bytes, layers=layers)
         self._pending.end(error)
 
+    def abandon(self, error: FabricError) -> None:
+        self._pending.end(error)
+
     async def wait(self) -> TransferReport:
         await self._pending.outcome()
         return self._report

@@ -57,9 +57,6 @@ class Peer:
         )
         return (await self.fabric.write_pages(plan).wait()).writes
 
-    async def wait_lost(self, identity: int, timeout_s: float) -> str:
-        return str(await self.lost.wait(identity, timeout_s))
-
     async def close(self) -> None:
         await self.fabric.close()
 

@@ -47,12 +47,12 @@ async def test_the_target_ends(provider: str, busy: bool, end: signal.Signals) -
             error = await lost.wait(peer.identity)
             if busy:
                 with pytest.raises(PeerLost):
-                    await asyncio.wait_for(transfer.wait(), NOTICED_S)
-            assert time.monotonic() - started < NOTICED_S
+                    await asyncio.wait_for(transfer.wait(), NOTICED_S[provider])
+            assert time.monotonic() - started < NOTICED_S[provider]
             assert error.peer == peer.identity
             with pytest.raises(PeerLost):
                 here.write_pages(plan)
-            if end == signal.SIGKILL:
+            if end == signal.SIGKILL and not here.stuck:
                 with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1 port \d+"):
                     await here.connect(address, timeout_s=0.3)
         await works_with_another(provider, here, source)
@@ -82,7 +82,7 @@ async def test_the_initiator_ends(provider: str, busy: bool, end: signal.Signals
             started = time.monotonic()
             there.signal(end)
             error = await lost.wait(identity)
-            assert time.monotonic() - started < NOTICED_S
+            assert time.monotonic() - started < NOTICED_S[provider]
             assert isinstance(error, PeerLost)
             assert not never.done
             never.close()
@@ -93,6 +93,10 @@ async def test_the_initiator_ends(provider: str, busy: bool, end: signal.Signals
 
 
 async def works_with_another(provider: str, here: Fabric, memory: Memory) -> None:
+    """Except that a shm peer that was killed while it held a shared lock has taken this fabric with it."""
+    if here.stuck:
+        assert provider == "shm"
+        return
     async with open_fabric(provider) as another:
         theirs = Memory(another, PAGE)
         content = memory.fill_random()[:PAGE]
