@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 export TORCH TORCH_INDEX
 
 NATIVE_SOURCES := $(shell find native -name '*.cpp' -o -name '*.h')
-STAMP := $(VENV)/kvmesh.stamp
+BUILT_FROM := pyproject.toml scripts/setup.sh $(NATIVE_SOURCES) $(shell find native -name CMakeLists.txt)
 
 .PHONY: serve test check check-native bench env build format clean
 
-serve: env ## a whole mesh on this machine, with the default model (KVMESH_MODEL: another)
+serve: $(VENV)/run.stamp ## a whole mesh on this machine, with the default model (KVMESH_MODEL: another)
 	@$(BIN)/kvmesh up --restart yes
 
 test: env ## all tests
@@ -36,11 +36,15 @@ format: env
 	@$(BIN)/ruff check -q --fix .
 	@$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-env: $(STAMP) ## the virtual environment and the build, made or brought up to date
+env: $(VENV)/dev.stamp ## the virtual environment with all that tests and checks need, and the build
 
-$(STAMP): pyproject.toml scripts/setup.sh $(NATIVE_SOURCES) native/CMakeLists.txt native/fabric/CMakeLists.txt native/kernels/CMakeLists.txt
-	@sh scripts/setup.sh $(VENV)
+$(VENV)/run.stamp: $(BUILT_FROM)
+	@sh scripts/setup.sh $(VENV) run
 	@touch $@
+
+$(VENV)/dev.stamp: $(BUILT_FROM)
+	@sh scripts/setup.sh $(VENV) dev
+	@touch $(VENV)/run.stamp $@
 
 build: ## only the native modules, into an environment that exists
 	@flock build.lock $(PY) -m pip install -q --no-build-isolation --no-deps -e .

@@ -1,11 +1,13 @@
 #!/bin/sh
 # Makes the environment: system packages where they are missing and can be installed, a virtual environment, the build.
-#   scripts/setup.sh VENV
-# TORCH: what pip is asked for (default torch==2.13.0). TORCH_INDEX: where to look for it, for example PyTorch's index of
-# CPU builds or of a CUDA version; empty: pip's own.
+#   scripts/setup.sh VENV run|dev
+# run: what serving needs, which is no PyTorch on CPU. dev: also what tests, checks and benchmarks need: PyTorch and
+# transformers are what the engine is compared with. TORCH: what pip is asked for (default torch==2.13.0). TORCH_INDEX: where
+# to look for it, for example PyTorch's index of CPU builds; empty: pip's own.
 set -eu
 
 venv=$1
+kind=$2
 torch=${TORCH:-torch==2.13.0}
 
 find_python() {
@@ -57,8 +59,11 @@ fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 echo "installing Python packages into $venv"
-$pip install -q --upgrade pip
-$pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
 $pip install -q "scikit-build-core>=0.11" "nanobind>=2.4" "cmake>=3.20" ninja
+extra=""
+if [ "$kind" = dev ]; then
+    $pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
+    extra="[dev]"
+fi
 echo "building"
-$pip install -q --no-build-isolation -e ".[dev]"
+$pip install -q --no-build-isolation -e ".$extra"
