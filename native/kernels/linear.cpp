@@ -10,6 +10,10 @@ namespace kvmesh {
 
 namespace {
 
+constexpr int kMostRows = 16;                // of a block, on any instruction set
+constexpr int kSpanRows = 112;               // of one item of a large product
+constexpr int64_t kGroupFloats = 128 << 10;  // half a megabyte
+
 float read(const void* source, int64_t i, SourceType type) {
     switch (type) {
         case SourceType::f32:
@@ -135,7 +139,7 @@ void Linear::run_few(const Call& call) const {
     PanelFn multiply = type_ == WeightType::f32 ? context.kernels.panel_f32 : context.kernels.panel_bf16;
     int share = std::max<int64_t>(1, std::min<int64_t>(ceil_div(panels_, context.pool.threads() * 4), 64));
     context.pool.run(ceil_div(panels_, share), [&](int64_t item, int) {
-        alignas(64) float tile[16 * kPanel];
+        alignas(64) float tile[kMostRows * kPanel];
         int end = std::min<int>(panels_, (item + 1) * share);
         for (int p = static_cast<int>(item) * share; p < end; ++p) {
             multiply(call.rows, inputs_, a, panel(p), tile);
@@ -144,41 +148,58 @@ void Linear::run_few(const Call& call) const {
     });
 }
 
-// Many blocks of rows: a group of panels is converted to floats once and stays in the second-level cache.
+// How the rows and panels of one large product are cut into items.
+struct Linear::Grid {
+    int block, blocks;  // rows of a block, and how many there are
+    int span, spans;    // blocks of an item
+    int group, groups;  // panels of an item: as floats they fit into the second-level cache
+};
+
+Linear::Grid Linear::grid(const Call& call) const {
+    Grid g;
+    g.blocks = static_cast<int>(ceil_div(call.rows, call.context.kernels.row_block));
+    g.block = static_cast<int>(ceil_div(call.rows, g.blocks));  // even ones: a small rest would cost as much to feed
+    g.span = std::max(1, kSpanRows / g.block), g.spans = static_cast<int>(ceil_div(g.blocks, g.span));
+    g.group = static_cast<int>(std::clamp<int64_t>(kGroupFloats / (int64_t{inputs_} * kPanel), 1, 8));
+    g.groups = static_cast<int>(ceil_div(panels_, g.group));
+    return g;
+}
+
+// Many blocks of rows: the rows are packed first, so that every item can read them.
 void Linear::run_many(const Call& call) const {
     Context& context = call.context;
-    int blocks = static_cast<int>(ceil_div(call.rows, context.kernels.row_block));
-    int block = static_cast<int>(ceil_div(call.rows, blocks));  // even ones: a small rest would cost as much to feed
+    Grid g = grid(call);
     float* packed = context.packed.get(int64_t{call.rows} * inputs_);
-    context.pool.run(blocks, [&](int64_t i, int) {
-        int first = static_cast<int>(i) * block, count = std::min(block, call.rows - first);
+    context.pool.run(g.blocks, [&](int64_t i, int) {
+        int first = static_cast<int>(i) * g.block, count = std::min(g.block, call.rows - first);
         context.kernels.pack(count, inputs_, call.x + first * call.x_stride, call.x_stride,
                              packed + int64_t{first} * inputs_);
     });
-    int64_t panel_floats = int64_t{inputs_} * kPanel;
-    int group = static_cast<int>(std::clamp<int64_t>((512 << 10) / (panel_floats * 4), 1, 8));
-    int groups = static_cast<int>(ceil_div(panels_, group));
-    int span = std::max(1, 112 / block), spans = static_cast<int>(ceil_div(blocks, span));
-    context.pool.run(int64_t{groups} * spans, [&](int64_t item, int thread) {
-        int first_panel = static_cast<int>(item / spans) * group, end_panel = std::min(panels_, first_panel + group);
-        int first_block = static_cast<int>(item % spans) * span, end_block = std::min(blocks, first_block + span);
-        const float* weights = static_cast<const float*>(panel(first_panel));
-        if (type_ == WeightType::bf16) {
-            float* wide = context.per_thread[thread].scratch.get(group * panel_floats);
-            context.kernels.widen((end_panel - first_panel) * panel_floats,
-                                  static_cast<const uint16_t*>(panel(first_panel)), wide);
-            weights = wide;
-        }
-        alignas(64) float tile[16 * kPanel];
+    context.pool.run(int64_t{g.groups} * g.spans, [&](int64_t item, int thread) {
+        int first_panel = static_cast<int>(item / g.spans) * g.group;
+        int first_block = static_cast<int>(item % g.spans) * g.span;
+        int end_panel = std::min(panels_, first_panel + g.group), end_block = std::min(g.blocks, first_block + g.span);
+        const float* weights = widened(context, thread, first_panel, end_panel);
+        alignas(64) float tile[kMostRows * kPanel];
         for (int b = first_block; b < end_block; ++b) {
-            int first = b * block, count = std::min(block, call.rows - first);
+            int first = b * g.block, count = std::min(g.block, call.rows - first);
+            const float* a = packed + int64_t{first} * inputs_;
             for (int p = first_panel; p < end_panel; ++p) {
-                context.kernels.panel_f32(count, inputs_, packed + int64_t{first} * inputs_,
-                                          weights + (p - first_panel) * panel_floats, tile);
+                const float* panel = weights + int64_t{p - first_panel} * inputs_ * kPanel;
+                context.kernels.panel_f32(count, inputs_, a, panel, tile);
                 finish(call, first, count, p, tile);
             }
         }
     });
+}
+
+// Panels [first, end) as floats: their own memory, or the thread's scratch.
+const float* Linear::widened(Context& context, int thread, int first, int end) const {
+    if (type_ == WeightType::f32) return static_cast<const float*>(panel(first));
+    int64_t count = int64_t{end - first} * inputs_ * kPanel;
+    float* wide = context.per_thread[thread].scratch.get(count);
+    context.kernels.widen(count, static_cast<const uint16_t*>(panel(first)), wide);
+    return wide;
 }
 
 void Linear::run(Context& context, int rows, const float* x, int64_t x_stride, float* out, int64_t out_stride,

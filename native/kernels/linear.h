@@ -40,11 +40,14 @@ class Linear {
 
   private:
     struct Call;
+    struct Grid;
 
     int64_t place(int output) const;  // of the output's weight for input 0
     int column(int output) const;     // panel * 32 + lane
     const void* panel(int index) const;
     void finish(const Call& call, int first_row, int rows, int panel, const float* tile) const;
+    Grid grid(const Call& call) const;
+    const float* widened(Context& context, int thread, int first, int end) const;
     void run_few(const Call& call) const;
     void run_many(const Call& call) const;
 
