@@ -21,7 +21,8 @@ check: env ## formatting, lint, types, layers, stubs
 	@$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(PY) -m mypy.stubtest shared.transfer._native shared.models._kernels
+	@$(PY) -m mypy.stubtest --allowlist native/fabric/stubtest.allow shared.transfer._native
+	@$(PY) -m mypy.stubtest --allowlist native/bindings/stubtest.allow shared.models._kernels
 
 check-native: env ## the native tests under AddressSanitizer and ThreadSanitizer
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh native/check.sh
