@@ -96,7 +96,7 @@ void Control::greet(Session& session) {
 }
 
 void Control::attempt_failed(Session& session, const std::string& error) {
-    if (session.lane != 0) engine_.close_lane(session.lane, {Status::peer_lost, "connect", 0, error});
+    abandon_lane(session, error);
     if (Attempt* attempt = attempt_of(session)) {
         attempt->session = -1;
         attempt->last_error = error;

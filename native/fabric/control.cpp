@@ -215,7 +215,7 @@ void Control::take_hello(Session& session, const std::string& payload) {
             reason = error.what();
         }
     session.send(frame(MessageType::reject, reason));
-    if (session.lane != 0) engine_.close_lane(session.lane, {Status::peer_lost, "hello", 0, reason});
+    abandon_lane(session, reason);
     discard(session.fd());
 }
 
@@ -254,9 +254,16 @@ void Control::opened(Session& session) {
 void Control::take_rejection(Session& session, const std::string& reason) {
     if (session.state != State::greeting) return;
     uint64_t identity = session.identity;
-    engine_.close_lane(session.lane, {Status::peer_lost, "hello", 0, reason});
+    abandon_lane(session, reason);
     discard(session.fd());
     give_up(identity, {Status::unreachable, "hello", 0, "the peer refused the connection: " + reason});
+}
+
+// Of a connection that never came up: nothing was written over it.
+void Control::abandon_lane(Session& session, const std::string& reason) {
+    if (session.lane == 0) return;
+    engine_.close_lane(session.lane, {Status::peer_lost, "hello", 0, reason});
+    engine_.finish_lane(session.lane);
 }
 
 void Control::take_goodbye(Session& session, const std::string& reason) {

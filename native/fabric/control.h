@@ -62,6 +62,7 @@ class Control {
     void take_welcome(Session& session, const std::string& payload);
     void take_rejection(Session& session, const std::string& reason);
     void take_goodbye(Session& session, const std::string& reason);
+    void abandon_lane(Session& session, const std::string& reason);
     void opened(Session& session);
 
     void try_connect(Attempt& attempt, int64_t now);

@@ -117,6 +117,7 @@ std::shared_ptr<Region> Engine::register_region(std::shared_ptr<Mapping> mapping
     return call(
         [this, mapping] {
             auto region = std::make_shared<Region>(nic_, mapping);
+            for (auto& [id, lane] : lanes_) lane->admit(*region);
             regions_.push_back(region);
             return region;
         },
@@ -127,13 +128,14 @@ void Engine::close_region(const std::shared_ptr<Region>& region) {
     call([this, region] {
         region->close();
         std::erase(regions_, region);
-        for (auto& [id, lane] : lanes_) lane->retain(region->mapping());
+        for (auto& [id, lane] : lanes_) lane->revoke(*region);
     });
 }
 
 LaneOffer Engine::open_lane() {
     return call([this] {
         auto lane = std::make_unique<Lane>(nic_, next_lane_++, options_.window);
+        for (const auto& region : regions_) lane->admit(*region);
         epoll_add(epoll_.get(), lane->wait_fd(), EPOLLIN, lane->id());
         if (fid* object = lane->wait_object()) wait_objects_.push_back(object);
         LaneOffer offer{lane->id(), lane->endpoint(), lane->doorbell()};
@@ -162,7 +164,13 @@ void Engine::drop_lane(uint64_t id, const Fault& fault) {
     if (found == lanes_.end()) return;
     std::string endpoint = found->second->endpoint();
     if (fid* object = found->second->wait_object()) std::erase(wait_objects_, object);
-    lanes_.erase(found);  // Its descriptor leaves the epoll set as it is closed.
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, found->second->wait_fd(), nullptr);
+    // With shm it is this side's progress that moves a peer's data, so that a lane that makes none is closed already.
+    // Its memory goes later: an endpoint of the same process may still use it, and a stopped peer may hold its lock.
+    if (nic_.provider().doorbell)
+        retired_.insert(lanes_.extract(found));
+    else
+        lanes_.erase(found);
     for (auto& [transfer_id, transfer] : transfers_)
         if (transfer->lane() == id) transfer->stop(fault);
     sockaddr family{};
@@ -180,6 +188,7 @@ void Engine::drop_lane(uint64_t id, const Fault& fault) {
 
 void Engine::finish_lane(uint64_t lane) {
     post([this, lane] {
+        retired_.erase(lane);
         std::vector<TransferPtr> over;
         for (auto& [id, transfer] : transfers_)
             if (transfer->lane() == lane) over.push_back(transfer);
@@ -292,6 +301,7 @@ void Engine::shut_down() {
     tasks_.run();
     Fault closed{Status::peer_lost, "close", 0, "the fabric was closed"};
     while (!lanes_.empty()) drop_lane(lanes_.begin()->first, closed);
+    retired_.clear();
     std::vector<TransferPtr> left;
     for (auto& [id, transfer] : transfers_) left.push_back(transfer);
     for (const TransferPtr& transfer : left) {

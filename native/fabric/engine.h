@@ -124,6 +124,7 @@ class Engine {
     TaskQueue tasks_;
     FileDescriptor epoll_;
     std::map<uint64_t, std::unique_ptr<Lane>> lanes_;
+    std::map<uint64_t, std::unique_ptr<Lane>> retired_;  // closed, not yet finished
     std::vector<fid*> wait_objects_;
     std::unordered_map<uint64_t, TransferPtr> transfers_;
     std::vector<std::shared_ptr<Region>> regions_;

@@ -3,9 +3,13 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <fstream>
 
 #include "fabric/fault.h"
 
@@ -19,9 +23,38 @@ constexpr size_t kQueueEntries = 4096;
 
 bool stream_broke(int error) { return error == FI_ECANCELED || error == FI_ENOTCONN || error == FI_ECONNRESET; }
 
+// A shm peer that was killed leaves 15 MB in /dev/shm. The file is of this lane only: once that is over nobody opens
+// it.
+void remove_shared_file(const std::string& endpoint) {
+    constexpr char kScheme[] = "fi_shm://";
+    if (endpoint.rfind(kScheme, 0) == 0)
+        shm_unlink(("/" + std::string(endpoint.c_str() + std::strlen(kScheme))).c_str());
+}
+
+// 1.17's net waits on an epoll set of two: the sockets' own epoll set, and a signal that is raised with every
+// completion and that its fi_trywait forgets to lower, so that a sleeper would never sleep again. Completions come from
+// our own polling here and need no signal: the sockets' set is the one to wait on.
+std::optional<int> nested_epoll(int epoll) {
+    std::ifstream info("/proc/self/fdinfo/" + std::to_string(epoll));
+    std::string word;
+    while (info >> word) {
+        int fd = -1;
+        if (word != "tfd:" || !(info >> fd)) continue;
+        char target[64] = "";
+        ssize_t length = readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), target, sizeof target - 1);
+        if (length > 0 && std::string_view(target, static_cast<size_t>(length)).ends_with("[eventpoll]")) return fd;
+    }
+    return std::nullopt;
+}
+
 }  // namespace
 
-Lane::Lane(const Nic& nic, uint64_t id, uint32_t window) : nic_(nic), id_(id), slots_(window) {
+Lane::Lane(const Nic& nic, uint64_t id, uint32_t window)
+    : nic_(nic),
+      id_(id),
+      own_domain_(nic.own_keys() ? nic.open_domain() : nullptr),
+      domain_(own_domain_ ? own_domain_.get() : nic.shared_domain()),
+      slots_(window) {
     if (nic.provider().doorbell) doorbell_.emplace();
     for (Slot& slot : slots_) free_.push_back(&slot);
     open_queue();
@@ -33,6 +66,9 @@ Lane::~Lane() {
     endpoint_object_.reset();
     addresses_.reset();
     queue_.reset();
+    registrations_.clear();
+    own_domain_.reset();
+    remove_shared_file(peer_endpoint_);
 }
 
 void Lane::open_queue() {
@@ -41,19 +77,19 @@ void Lane::open_queue() {
     attributes.format = FI_CQ_FORMAT_DATA;
     attributes.wait_obj = doorbell_ ? FI_WAIT_NONE : FI_WAIT_FD;
     fid_cq* queue = nullptr;
-    check("fi_cq_open", fi_cq_open(nic_.domain(), &attributes, &queue, nullptr));
+    check("fi_cq_open", fi_cq_open(domain_, &attributes, &queue, nullptr));
     queue_.reset(queue);
     fi_av_attr table{};
     table.type = FI_AV_TABLE;
     table.count = 1;
     fid_av* addresses = nullptr;
-    check("fi_av_open", fi_av_open(nic_.domain(), &table, &addresses, nullptr));
+    check("fi_av_open", fi_av_open(domain_, &table, &addresses, nullptr));
     addresses_.reset(addresses);
 }
 
 void Lane::open_endpoint() {
     fid_ep* endpoint = nullptr;
-    check("fi_endpoint", fi_endpoint(nic_.domain(), nic_.info(), &endpoint, nullptr));
+    check("fi_endpoint", fi_endpoint(domain_, nic_.info(), &endpoint, nullptr));
     endpoint_object_.reset(endpoint);
     check("fi_ep_bind", fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV));
     check("fi_ep_bind", fi_ep_bind(endpoint, &addresses_->fid, 0));
@@ -66,15 +102,35 @@ void Lane::open_endpoint() {
 
 void Lane::connect(const std::string& endpoint, const std::string& doorbell) {
     peer_doorbell_ = doorbell;
+    peer_endpoint_ = endpoint;
     int inserted = fi_av_insert(addresses_.get(), endpoint.data(), 1, &peer_, 0, nullptr);
     if (inserted != 1) throw SetupError(libfabric_fault("fi_av_insert", inserted < 0 ? inserted : -FI_EINVAL));
+}
+
+void Lane::admit(const Region& region) {
+    if (!own_domain_) return;
+    FidPtr<fid_mr> registration =
+        nic_.register_memory(domain_, region.base(), region.mapping()->length(), region.key());
+    registrations_.emplace(&region, std::move(registration));
+}
+
+void Lane::revoke(const Region& region) {
+    registrations_.erase(&region);
+    retained_.push_back(region.mapping());
+}
+
+void* Lane::local_descriptor(const Region& region) const {
+    if (!nic_.has(FI_MR_LOCAL)) return nullptr;
+    if (!own_domain_) return region.local_descriptor();
+    auto found = registrations_.find(&region);
+    return found == registrations_.end() ? nullptr : fi_mr_desc(found->second.get());
 }
 
 int Lane::wait_fd() const {
     if (doorbell_) return doorbell_->fd();
     int fd = -1;
     check("fi_control", fi_control(&queue_->fid, FI_GETWAIT, &fd));
-    return fd;
+    return nic_.provider().libfabric_name == "net" ? nested_epoll(fd).value_or(fd) : fd;
 }
 
 void Lane::silence() {
@@ -203,7 +259,7 @@ bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
 long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write) {
     const WritePlan& plan = transfer.plan();
     iovec local{write.source, plan.page_bytes};
-    void* descriptor = plan.source->local_descriptor();
+    void* descriptor = local_descriptor(*plan.source);
     fi_rma_iov remote{write.target, plan.page_bytes, plan.target.nics.front().key};
     // An immediate alone names no memory, so that no key is needed and no range can be wrong.
     size_t pieces = plan.page_bytes > 0 ? 1 : 0;

@@ -4,6 +4,7 @@
 #include <rdma/fi_endpoint.h>
 
 #include <deque>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -61,8 +62,10 @@ class Lane {
     TransferPtr culprit() const;
     bool suspected = false;  // the peer was asked whether it lives
 
-    // Keeps a closed region's mapping until no write that was under way here can touch it.
-    void retain(std::shared_ptr<Mapping> mapping) { retained_.push_back(std::move(mapping)); }
+    // Lets the peer write to a region, and takes it back. A write that was under way may still touch the mapping, which
+    // is kept as long as the lane.
+    void admit(const Region& region);
+    void revoke(const Region& region);
 
   private:
     struct Slot {
@@ -74,6 +77,7 @@ class Lane {
 
     void open_queue();
     void open_endpoint();
+    void* local_descriptor(const Region& region) const;
     bool read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended);
     void take_error();
     void take_completion(const fi_cq_data_entry& entry, int64_t now, std::vector<TransferPtr>& ended);
@@ -88,6 +92,10 @@ class Lane {
     std::vector<std::shared_ptr<Mapping>> retained_;  // destroyed last, after the endpoint
     std::optional<Doorbell> doorbell_;
     std::string peer_doorbell_;
+    std::string peer_endpoint_;
+    FidPtr<fid_domain> own_domain_;  // none where there is one for all
+    fid_domain* domain_;
+    std::map<const Region*, FidPtr<fid_mr>> registrations_;  // in our own domain
     FidPtr<fid_cq> queue_;
     FidPtr<fid_av> addresses_;
     FidPtr<fid_ep> endpoint_object_;

@@ -19,25 +19,27 @@ Nic::Nic(Provider provider, const std::string& host) : provider_(std::move(provi
     fid_fabric* fabric = nullptr;
     check("fi_fabric", fi_fabric(info_->fabric_attr, &fabric, nullptr), Status::unavailable);
     fabric_.reset(fabric);
-    fid_domain* domain = nullptr;
-    check("fi_domain", fi_domain(fabric, info_.get(), &domain, nullptr), Status::unavailable);
-    domain_.reset(domain);
     if (info_->domain_attr->cq_data_size < sizeof(uint32_t))
         throw SetupError(
             {Status::unavailable, "fi_getinfo", 0, provider_.libfabric_name + " carries no 32-bit immediates"});
+    FidPtr<fid_domain> domain = open_domain();  // Also to know now whether it can be opened.
+    if (!own_keys()) shared_domain_ = std::move(domain);
 }
 
-FidPtr<fid_mr> Nic::register_memory(void* base, size_t length) const {
-    constexpr int kTries = 8;
-    size_t key_bytes = info_->domain_attr->mr_key_size;
-    uint64_t key_mask = key_bytes >= 8 ? ~0ULL : (1ULL << (8 * key_bytes)) - 1;
+FidPtr<fid_domain> Nic::open_domain() const {
+    fid_domain* domain = nullptr;
+    check("fi_domain", fi_domain(fabric_.get(), info_.get(), &domain, nullptr), Status::unavailable);
+    return FidPtr<fid_domain>(domain);
+}
+
+uint64_t Nic::draw_key() const {
+    size_t bytes = info_->domain_attr->mr_key_size;
+    return random_u64() & (bytes >= sizeof(uint64_t) ? ~0ULL : (1ULL << (8 * bytes)) - 1);
+}
+
+FidPtr<fid_mr> Nic::register_memory(fid_domain* domain, void* base, size_t length, uint64_t key) const {
     fid_mr* region = nullptr;
-    int result = 0;
-    for (int i = 0; i < kTries; ++i) {
-        uint64_t key = has(FI_MR_PROV_KEY) ? 0 : random_u64() & key_mask;
-        result = fi_mr_reg(domain_.get(), base, length, FI_WRITE | FI_REMOTE_WRITE, 0, key, 0, &region, nullptr);
-        if (result != -FI_ENOKEY) break;  // Taken: draw another.
-    }
+    int result = fi_mr_reg(domain, base, length, FI_WRITE | FI_REMOTE_WRITE, 0, key, 0, &region, nullptr);
     if (result == -FI_ENOMEM) {
         rlimit locked{};
         getrlimit(RLIMIT_MEMLOCK, &locked);

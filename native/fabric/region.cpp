@@ -25,12 +25,16 @@ Mapping::Mapping(int fd, size_t length) : length_(length) {
 
 Mapping::~Mapping() { munmap(base_, length_); }
 
-Region::Region(const Nic& nic, std::shared_ptr<Mapping> mapping)
-    : mapping_(std::move(mapping)), registration_(nic.register_memory(mapping_->base(), mapping_->length())) {
+Region::Region(const Nic& nic, std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {
+    uint64_t key = nic.own_keys() ? nic.draw_key() : 0;
+    if (!nic.own_keys()) {
+        registration_ = nic.register_memory(nic.shared_domain(), mapping_->base(), mapping_->length(), 0);
+        key = fi_mr_key(registration_.get());
+    }
     uint64_t base = reinterpret_cast<uint64_t>(mapping_->base());
     remote_.base = base;
     remote_.length = mapping_->length();
-    remote_.nics = {{nic.has(FI_MR_VIRT_ADDR) ? base : 0, fi_mr_key(registration_.get())}};
+    remote_.nics = {{nic.has(FI_MR_VIRT_ADDR) ? base : 0, key}};
 }
 
 }  // namespace kvmesh::fabric

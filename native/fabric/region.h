@@ -36,13 +36,18 @@ class Region {
 
     // Engine thread only.
     void* local_descriptor() const { return registration_ ? fi_mr_desc(registration_.get()) : nullptr; }
-    bool open() const { return registration_ != nullptr; }
-    void close() { registration_.reset(); }
+    uint64_t key() const { return remote_.nics.front().key; }
+    bool open() const { return open_; }
+    void close() {
+        open_ = false;
+        registration_.reset();
+    }
 
   private:
     std::shared_ptr<Mapping> mapping_;
-    FidPtr<fid_mr> registration_;
+    FidPtr<fid_mr> registration_;  // in the shared domain; with own keys each lane has its own
     RemoteRegion remote_;
+    bool open_ = true;
 };
 
 }  // namespace kvmesh::fabric

@@ -162,6 +162,10 @@ class OtherProcess:
         async with asyncio.timeout(DEADLINE_S):
             return await self.start(operation, **arguments)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
@@ -188,6 +192,8 @@ async def other_process(provider: str, *, length: int, **options: Any) -> AsyncI
     """Opens a fabric there, with `length` bytes registered under the name "memory"."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-X",
+        "faulthandler",
         "-m",
         "tests.wire.fabric_peer",
         stdin=asyncio.subprocess.PIPE,

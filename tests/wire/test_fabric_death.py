@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -55,7 +56,9 @@ async def test_the_target_ends(provider: str, busy: bool, end: signal.Signals) -
             if end == signal.SIGKILL and not here.stuck:
                 with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1 port \d+"):
                     await here.connect(address, timeout_s=0.3)
+            process = there.pid
         await works_with_another(provider, here, source)
+    assert not [*Path("/dev/shm").glob(f"{process}:*")]
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -88,8 +91,10 @@ async def test_the_initiator_ends(provider: str, busy: bool, end: signal.Signals
             never.close()
             # What a stopped initiator had sent may still be here: after the fence it cannot land.
             await here.fence(identity)
+            process = there.pid
         assert len(lost.seen) == 1
         await works_with_another(provider, here, target)
+    assert not [*Path("/dev/shm").glob(f"{process}:*")]
 
 
 async def works_with_another(provider: str, here: Fabric, memory: Memory) -> None:
