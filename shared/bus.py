@@ -65,6 +65,7 @@ class Bus:
         self._decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._closing = False
+        self._connected_once = False
         self._echo_subject = client.new_inbox()
         self._echoes: dict[bytes, asyncio.Future[None]] = {}
         self.malformed = 0
@@ -93,6 +94,7 @@ class Bus:
             "reconnected_cb": bus._on_reconnect,
         }
         await _connect(client, url, options, timeout_s)
+        bus._connected_once = True
         await bus._listen_to_echoes()
         try:
             yield bus
@@ -194,7 +196,8 @@ class Bus:
         return self._decoders[kind]
 
     async def _on_error(self, error: Exception) -> None:
-        log.warning("broker: %s", error or type(error).__name__)
+        if self._connected_once:
+            log.warning("broker: %s", str(error) or type(error).__name__)
 
     async def _on_disconnect(self) -> None:
         if not self._closing:
@@ -242,4 +245,4 @@ async def _mapped(call: Awaitable[T], what: str) -> T:
     except nats.errors.OutboundBufferLimitError:
         raise BusError(f"{what}: the broker is away") from None
     except (OSError, nats.errors.Error) as error:
-        raise BusError(f"{what}: {error or type(error).__name__}") from None
+        raise BusError(f"{what}: {str(error) or type(error).__name__}") from None

@@ -94,6 +94,12 @@ class RouterSettings(Settings, frozen=True, kw_only=True):
         512
     )
     queue_timeout_s: Annotated[float, Meta(gt=0, description="longest wait at the router for room, seconds")] = 60.0
+    absence_s: Annotated[
+        float,
+        Meta(
+            ge=0, description="how long a request waits, seconds, for a working pair that was there and may come back"
+        ),
+    ] = 5.0
     max_attempts: Annotated[int, Meta(ge=1, description="attempts at one request while no byte was sent")] = 3
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
 
@@ -138,14 +144,14 @@ def _takes(hint: Any, fallback: str) -> str:
     meta: Meta = hint.__metadata__[0]
     bounds = [
         f"{word} {bound}"
-        for word, bound in (("at least", meta.ge), ("above", meta.gt), ("at most", meta.le))
+        for word, bound in (("at least", meta.ge), ("more than", meta.gt), ("at most", meta.le))
         if bound is not None
     ]
     base = hint.__origin__
     if getattr(base, "__origin__", None) is Literal:
         return "one of " + ", ".join(base.__args__)
     kind = {int: "a whole number", float: "a number", str: "text"}.get(base, fallback)
-    return " ".join([kind, *([" and ".join(bounds)] if bounds else [])])
+    return " ".join([kind, *(["of " + " and ".join(bounds)] if bounds else [])])
 
 
 class SettingInfo(msgspec.Struct, frozen=True):

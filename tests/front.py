@@ -84,6 +84,7 @@ async def front(broker: Broker, **settings: Any) -> AsyncIterator[Front]:
         "port": 0,
         "dead_after_s": DEAD_AFTER_S,
         "request_timeout_s": 20.0,
+        "absence_s": 0.3,
     }
     chosen = RouterSettings(**{**defaults, **settings})
     async with (

@@ -22,7 +22,7 @@ PREFILL_REPLY_S = 2.0
 
 
 class Arrivals:
-    """`ready` is called with each attempt whose KV is here."""
+    """`ready` is called with each attempt whose KV is here, `freed` when pages of one that failed are free again."""
 
     def __init__(
         self,
@@ -32,7 +32,9 @@ class Arrivals:
         outbox: Outbox,
         metrics: DecodeMetrics,
         tasks: asyncio.TaskGroup,
+        *,
         ready: Callable[[Attempt], None],
+        freed: Callable[[], None],
     ) -> None:
         self._instance = instance
         self._receiver = receiver
@@ -41,6 +43,7 @@ class Arrivals:
         self._metrics = metrics
         self._tasks = tasks
         self._ready = ready
+        self._freed = freed
 
     def start(self, attempt: Attempt, incoming: Incoming) -> None:
         """The attempt's pages are reserved and its counter is armed: now the prefiller may be asked."""
@@ -65,18 +68,24 @@ class Arrivals:
 
     async def _bring_in(self, attempt: Attempt, incoming: Incoming) -> None:
         """One attempt's task from admission until its KV is here, or until its pages are free again."""
-        arrived = self._tasks.create_task(self._receiver.arrived(incoming))
+        arrived = asyncio.create_task(self._receiver.arrived(incoming))
         try:
             await self._ask_prefill(attempt, incoming)
             await attempt.wait_for_kv(arrived)
         except (AttemptFailed, Cancelled) as error:
+            if not await _came(arrived):
+                return await self._give_up(attempt, incoming, error)
+        finally:
             arrived.cancel()
-            self._attempts.finish_badly(attempt, error)
-            await self._outbox.flush(asyncio.get_running_loop().time())
-            await self._receiver.reclaim(incoming, str(error) or "cancelled", self._ask_drained)
-        else:
-            self._note(attempt)
-            self._ready(attempt)
+        self._note(attempt)
+        self._ready(attempt)
+        return None
+
+    async def _give_up(self, attempt: Attempt, incoming: Incoming, error: AttemptFailed | Cancelled) -> None:
+        self._attempts.finish_badly(attempt, error)
+        await self._outbox.flush(asyncio.get_running_loop().time())
+        await self._receiver.reclaim(incoming, str(error) or "cancelled", self._ask_drained)
+        self._freed()
 
     async def _ask_prefill(self, attempt: Attempt, incoming: Incoming) -> None:
         """Raises `AttemptFailed` where the prefiller does not take it."""
@@ -126,3 +135,10 @@ class Arrivals:
         self._metrics.kv_bytes.inc(size)
         attributes = {"kvmesh.bytes": size}
         traces.record("decode.wait_kv", attempt.context, attempt.admitted_ns, attempt.ready_ns, attributes=attributes)
+
+
+async def _came(arrived: asyncio.Task[None]) -> bool:
+    """Whether the KV is here although something failed: then no write is left to wait for, and only a word was lost."""
+    arrived.cancel()
+    await asyncio.wait({arrived})
+    return not arrived.cancelled() and arrived.exception() is None

@@ -58,12 +58,19 @@ class Batch:
     def remove(self, attempt: Attempt) -> None:
         """Takes it out; its pages are free at once, or after the step that uses them. Idempotent."""
         self._scheduler.remove(attempt.sequence)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something may run that could not: pages are free again."""
+        self._wake.set()
 
     async def run(self) -> None:
         """Until cancelled. Raises `EngineError` when the executor is no more."""
         while True:
             self.expire()
+            before = self._scheduler.preempted
             rows = self._scheduler.plan()
+            self._metrics.preemptions.inc(self._scheduler.preempted - before)
             if rows:
                 await self._step(rows)
             else:

@@ -22,6 +22,9 @@ class DecodeMetrics:
             "kvmesh_decode_step_seconds", "One decode step", buckets=LATENCY_BUCKETS, registry=registry
         )
         self.tokens = Counter("kvmesh_decode_tokens", "Tokens generated", registry=registry)
+        self.preemptions = Counter(
+            "kvmesh_decode_preemptions", "Times a request gave its pages back, to be recomputed", registry=registry
+        )
         self.late = Counter(
             "kvmesh_decode_late_messages",
             "Cancels and drains for attempts that are not here",

@@ -37,10 +37,16 @@ class Outbox:
     def add(self, router: InstanceRef, emit: Emit) -> None:
         self._pending.setdefault(router, []).append(emit)
 
+    def greet(self, router: InstanceRef, now: float) -> None:
+        """From now on this router gets statuses: it has an attempt here, though nothing was emitted yet."""
+        self._last_used[router] = now
+
     async def flush(self, now: float) -> None:
         """Publishes what is pending. While the broker is away it stays, bounded by what the attempts may generate."""
         for router in list(self._pending):
-            emits = self._pending.pop(router)
+            emits = self._pending.pop(router, None)
+            if emits is None:
+                continue  # another flush has it
             batch = EmitBatch(decoder=self._me, router=router, emits=emits)
             self._last_used[router] = now
             try:

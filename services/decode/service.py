@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 from services.decode import admission
 from services.decode.arrivals import Arrivals
@@ -31,6 +32,9 @@ from shared.messages import (
     ToDecoder,
 )
 from shared.messenger.receiver import KvReceiver
+
+LAST_WORDS_S = 1.0
+"""How long a decoder that leaves waits for the attempts that it has failed to say so."""
 
 REPORT_S = 1.0
 """Seconds between two statuses to a router."""
@@ -65,7 +69,14 @@ class DecodeService:
             instance, self.scheduler, self._attempts, self._outbox, metrics, step_timeout_s=settings.step_timeout_s
         )
         self._arrivals = Arrivals(
-            instance, self._receiver, self._attempts, self._outbox, metrics, tasks, self._on_ready
+            instance,
+            self._receiver,
+            self._attempts,
+            self._outbox,
+            metrics,
+            tasks,
+            ready=self._on_ready,
+            freed=self._batch.wake,
         )
         self._draining = False
 
@@ -107,6 +118,9 @@ class DecodeService:
         except TimeoutError:
             for attempt in self._attempts:
                 self._end_badly(attempt, AttemptFailed("decoder", "it is leaving"))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self.idle.wait()
         await self._outbox.flush(self._now())
 
     def close(self) -> None:
@@ -140,6 +154,7 @@ class DecodeService:
                 self._pool.release(generate.attempt)
                 return RefusedReply(attempt=generate.attempt, code="busy", reason=refused.reason, retryable=True)
         self._attempts.add(attempt)
+        self._outbox.greet(generate.router, self._now())
         if attempt.incoming is None:
             self._batch.start(attempt)
         else:

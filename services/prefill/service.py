@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from services.prefill.job import Job
 from services.prefill.metrics import PrefillMetrics
@@ -101,8 +102,9 @@ class PrefillService:
         except TimeoutError:
             for running in self._running.values():
                 running.fail(MeshError("the prefiller is leaving"))
-            async with asyncio.timeout(CONNECT_S):
-                await self.idle.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_S):
+                    await self.idle.wait()
 
     def close(self) -> None:
         self.sender.close()

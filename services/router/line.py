@@ -51,10 +51,14 @@ class Line(Generic[W, P]):
         undo: Callable[[P], None],
         *,
         max_length: int,
+        patience_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`patience_s()`: how long a waiter bears that there is no pair at all, from its own start."""
         self._offer, self._undo = offer, undo
         self._max_length = max_length
+        self._patience_s = patience_s
         self._waiters: OrderedDict[asyncio.Future[P], W] = OrderedDict()
+        self._since: dict[asyncio.Future[P], float] = {}
         self.pace = Pace()
 
     def __len__(self) -> int:
@@ -70,6 +74,7 @@ class Line(Generic[W, P]):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[P] = loop.create_future()
         self._waiters[future] = who
+        self._since[future] = loop.time()
         if again:
             self._waiters.move_to_end(future, last=False)
         try:
@@ -85,6 +90,7 @@ class Line(Generic[W, P]):
             raise
         finally:
             self._waiters.pop(future, None)
+            self._since.pop(future, None)
             if not self._waiters:
                 self.pace.idle()
 
@@ -98,13 +104,20 @@ class Line(Generic[W, P]):
                 if offered.personal:
                     continue
                 return
-            del self._waiters[future]
             if isinstance(offered, NoPair):
+                if self._bears(future):
+                    continue
+                del self._waiters[future]
                 future.set_exception(Refused(offered.reason))
             else:
+                del self._waiters[future]
                 future.set_result(offered)
                 if self._waiters:
                     self.pace.departed(asyncio.get_running_loop().time())
+
+    def _bears(self, future: asyncio.Future[P]) -> bool:
+        """There is no pair now; whether this waiter goes on waiting for one to come back. It is asked again at every `kick`."""
+        return asyncio.get_running_loop().time() - self._since[future] < self._patience_s()
 
     def _check(self, limit_s: float) -> None:
         position = len(self._waiters)

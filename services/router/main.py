@@ -84,20 +84,21 @@ def served_name(model: str) -> str:
 
 @asynccontextmanager
 async def running(settings: RouterSettings, model: ServedModel) -> AsyncIterator[tuple[RouterService, str]]:
-    """A router that serves: its service, and its base URL. On leaving, what still runs is cancelled and cleaned up."""
+    """A router that serves: its service, and its base URL. On leaving, what still runs is cancelled and cleaned up. Where
+    its watching fails, so does the block: a router that notices no failure must not go on."""
     me = InstanceRef(subjects.check_name("KVMESH_NAME", settings.name), secrets.randbits(64))
     metrics = RouterMetrics(new_registry())
     async with Bus.connect(settings.nats_url, token=settings.nats_token, name=me.name) as bus:
         service = RouterService(me, settings, bus, model, metrics)
         await service.start()
-        watching = asyncio.create_task(service.run())
-        try:
-            async with listening(Api(service).application(), settings.host, settings.port) as url:
-                yield service, url
-        finally:
-            await service.relay.courier.drained(DRAIN_CANCELS_S)
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(service.run())
+            try:
+                async with listening(Api(service).application(), settings.host, settings.port) as url:
+                    yield service, url
+            finally:
+                await service.relay.courier.drained(DRAIN_CANCELS_S)
+                watching.cancel()
 
 
 async def drain(service: RouterService) -> None:

@@ -84,6 +84,7 @@ class Registry:
         self._by_name: dict[tuple[Role, str], Instance] = {}
         self._retired: OrderedDict[InstanceRef, None] = OrderedDict()
         self._said: set[str] = set()
+        self._paired_at: float | None = None
         self.decoders: list[Instance] = []
         """Ready ones of this router's model and protocol."""
         self.prefillers: list[Instance] = []
@@ -91,6 +92,7 @@ class Registry:
 
     def observe(self, announce: Announce, now: float) -> list[tuple[InstanceRef, str]]:
         """Takes in a heartbeat; gives the incarnations that it ended, and how."""
+        self._note_pair(now)
         ref = announce.instance
         if ref in self._retired:
             return []
@@ -120,6 +122,7 @@ class Registry:
 
     def sweep(self, now: float) -> list[InstanceRef]:
         """Drops those that were silent for too long; they may come back with the same incarnation."""
+        self._note_pair(now)
         dead = [key for key, known in self._by_name.items() if now - known.heard_at > self._dead_after_s]
         for key in dead:
             log.warning("%s %s is silent for %.1f s: counted as dead", *key, now - self._by_name[key].heard_at)
@@ -127,6 +130,14 @@ class Registry:
         if lost:
             self._sort()
         return lost
+
+    def paired_within(self, seconds: float, now: float) -> bool:
+        """Whether there was a working pair at some time in the last `seconds`."""
+        return self._paired_at is not None and now - self._paired_at < seconds
+
+    def _note_pair(self, now: float) -> None:
+        if self.missing() is None:
+            self._paired_at = now
 
     def pardon(self, now: float) -> None:
         """This router could not hear until now: everyone's silence counts from here."""

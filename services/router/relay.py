@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 ACCEPT_S = 2.0
 """A decoder admits or refuses at once; from one that does not answer within this the attempt is taken back."""
 
+RECENTLY_S = 10.0
+"""A working pair that was there within this time may come back: see the setting `absence_s`."""
+
 PARK_S = 3.0
 """How long a request waits for a broker that is away, before it is refused."""
 
@@ -108,7 +111,9 @@ class Relay:
         self._me, self._settings, self._bus, self._registry, self._metrics = me, settings, bus, registry, metrics
         self.table = AttemptTable()
         self.courier = Courier(bus)
-        self.line: Line[Request, Attempt] = Line(self._offer, self._undo, max_length=settings.max_queue)
+        self.line: Line[Request, Attempt] = Line(
+            self._offer, self._undo, max_length=settings.max_queue, patience_s=self._patience_s
+        )
         self._back = asyncio.Event()
         bus.on_reconnect(self._back.set)
         self._loop = asyncio.get_running_loop()
@@ -116,6 +121,10 @@ class Relay:
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def _patience_s(self) -> float:
+        """A pair that was there a moment ago is waited for: an instance that died may be started again."""
+        return self._settings.absence_s if self._registry.paired_within(RECENTLY_S, self._loop.time()) else 0.0
 
     async def idle(self, timeout_s: float) -> None:
         """Until no request runs, or for `timeout_s`."""

@@ -143,9 +143,10 @@ class KvReceiver:
             await asyncio.gather(settled, asking, return_exceptions=True)
 
     def _forget(self, incoming: Incoming) -> None:
-        incoming.arrival.close()
-        del self._incoming[incoming.attempt]
-        self._slots.give_back(incoming.slot)
+        """Idempotent: what has arrived may also be given up."""
+        if self._incoming.pop(incoming.attempt, None) is not None:
+            incoming.arrival.close()
+            self._slots.give_back(incoming.slot)
 
 
 async def _ask_until_answered(incoming: Incoming, reason: str, ask_drained: AskDrained) -> None:

@@ -36,6 +36,7 @@ class Outgoing:
         self.prefill = prefill
         self.peer = peer
         self.slot = slot
+        self.holds_slot = True
         self.geometry = geometry
         self.transfers: list[Transfer] = []
         self.writes = 0
@@ -123,11 +124,12 @@ class KvSender:
         tail_transfer = self._write_tail(outgoing)
         outgoing.transfers.append(tail_transfer)
         reports = [await transfer.wait() for transfer in outgoing.transfers]
-        self._slots.give_back(outgoing.slot)
+        self._give_back(outgoing)
         return SentReport(reports[:-1], reports[-1])
 
     async def drain(self, outgoing: Outgoing) -> None:
-        """Cancels what is left. When it returns no write of this attempt is outstanding and none will be posted."""
+        """Cancels what is left. When it returns no write of this attempt is outstanding and none will be posted. Idempotent,
+        also after `finish`."""
         for transfer in outgoing.transfers:
             transfer.cancel()
         for transfer in outgoing.transfers:
@@ -135,7 +137,7 @@ class KvSender:
                 await transfer.wait()
             except FabricError:
                 continue  # how it ended does not matter: `wait` raises only once nothing is outstanding
-        self._slots.give_back(outgoing.slot)
+        self._give_back(outgoing)
 
     def close(self) -> None:
         self._watcher.close()
@@ -158,6 +160,11 @@ class KvSender:
         for part, transfer in zip(parts, transfers, strict=True):
             part.outgoing.transfers.append(transfer)
             part.outgoing.writes += len(part.pages) * self._layout.num_layers
+
+    def _give_back(self, outgoing: Outgoing) -> None:
+        if outgoing.holds_slot:
+            outgoing.holds_slot = False
+            self._slots.give_back(outgoing.slot)
 
     def _paged_write(self, part: ChunkPart) -> PagedWrite:
         prefill = part.outgoing.prefill

@@ -24,11 +24,11 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
 @pytest.mark.parametrize(
     ("variable", "value", "takes"),
     [
-        ("KVMESH_PAGE_SIZE", "0", "a whole number at least 1 and at most 1024"),
-        ("KVMESH_PAGE_SIZE", "many", "a whole number at least 1 and at most 1024"),
+        ("KVMESH_PAGE_SIZE", "0", "a whole number of at least 1 and at most 1024"),
+        ("KVMESH_PAGE_SIZE", "many", "a whole number of at least 1 and at most 1024"),
         ("KVMESH_PORT", "65536", "at most 65535"),
         ("KVMESH_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
-        ("KVMESH_HEARTBEAT_S", "0", "a number above 0"),
+        ("KVMESH_HEARTBEAT_S", "0", "a number of more than 0"),
         ("KVMESH_KV_DTYPE", "float16", "one of auto, float32, bfloat16"),
     ],
 )

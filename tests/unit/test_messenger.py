@@ -242,3 +242,26 @@ async def test_a_prompt_whose_chunk_completes_no_page_arms_nothing():
     assert (await outgoing.transfers[0].wait()).writes == 0
     assert outgoing.writes == 0
     assert TailSlot(b"", 0) != pair.receiver.tail_slot(incoming)
+
+
+async def landed(pair):
+    """An attempt all of whose writes have completed, and the sender's report of it."""
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    finishing = asyncio.create_task(pair.sender.finish(outgoing))
+    await asyncio.sleep(0)
+    pair.land()
+    await finishing
+    return incoming, outgoing
+
+
+async def test_giving_up_what_has_arrived_is_nothing():
+    """The word about it failed, the KV came: both ends may be asked for, in any order."""
+    pair = Pair()
+    incoming, outgoing = await landed(pair)
+    await pair.receiver.arrived(incoming)
+    await pair.receiver.reclaim(incoming, "no answer in time", answers)
+    await pair.sender.drain(outgoing)
+    await pair.sender.drain(outgoing)
+    assert (pair.sender._slots.free, pair.pool.free) == (2, PAGES_THERE)
+    pair.check()

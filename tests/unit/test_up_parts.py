@@ -52,4 +52,6 @@ def test_a_bad_setting_is_one_line(command):
         [sys.executable, "-m", "services.cli", command, "--port", "70000"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == f"kvmesh {command}: KVMESH_PORT='70000': takes a whole number at least 0 and at most 65535\n"
+    assert (
+        done.stderr == f"kvmesh {command}: KVMESH_PORT='70000': takes a whole number of at least 0 and at most 65535\n"
+    )

@@ -107,7 +107,7 @@ def test_a_second_router_on_a_port_says_so_in_one_line(shared_broker: Broker, mo
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        (["--max-attempts", "0"], "KVMESH_MAX_ATTEMPTS='0': takes a whole number at least 1"),
+        (["--max-attempts", "0"], "KVMESH_MAX_ATTEMPTS='0': takes a whole number of at least 1"),
         (["--name", "Bad_Name"], "KVMESH_NAME='Bad_Name'"),
         (["--model", "/nowhere"], "model '/nowhere': takes a directory"),
     ],

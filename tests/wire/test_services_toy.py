@@ -324,3 +324,60 @@ async def test_a_bad_descriptor_fails_its_attempt_alone():
         assert "descriptor" in router.emits[forged.attempt][-1].error
         for node in (prefill, decode, bad):
             await node.until_idle()
+
+
+async def test_a_wrong_tail_fails_its_attempt_and_nothing_else():
+    async with small_mesh() as (_, router, prefill, decode):
+        sender = prefill.service.sender
+        honest = sender._write_tail
+
+        def forged(outgoing):
+            transfer = honest(outgoing)
+            sender._tails[outgoing.slot.tail_offset : outgoing.slot.tail_offset + 4] = b"NOPE"
+            return transfer
+
+        sender._write_tail = forged
+        generate = router.generate(decode, prefill.announce, [1, 2, 3, 4])
+        await router.start(generate)
+        await router.until(lambda: router.ended(generate.attempt), within_s=3)
+        assert "tail context: magic" in router.emits[generate.attempt][-1].error
+        sender._write_tail = honest
+        assert await router.run(decode, prefill.announce, [1, 2, 3]) == toy_output([1, 2, 3], 6)
+        await decode.until_idle()
+        await prefill.until_idle()
+
+
+async def test_a_router_hears_of_its_attempts_before_their_first_token():
+    async with small_mesh() as (_, router, prefill, decode):
+        prefill.executor.gate.clear()
+        generate = router.generate(decode, prefill.announce, [1, 2, 3])
+        await router.start(generate)
+        await router.until(lambda: any(s.emitted == {generate.attempt: 0} for s in router.statuses), within_s=3)
+        prefill.executor.gate.set()
+        assert await router.result(generate) == toy_output([1, 2, 3], 6)
+
+
+async def test_pages_that_come_free_wake_a_starved_batch():
+    """A preempted sequence waits for the pages of an attempt that never runs: when that one is given up, it goes on."""
+    async with small_mesh(decode={"pages": 8}) as (_, router, prefill, decode):
+        growing = router.generate(decode, prefill.announce, [1, 2, 3], max_tokens=20)
+        decode.executor.gate.clear()
+        await router.start(growing)
+        await decode.executor.entered.wait()
+        prefill.executor.gate.clear()
+        waiting = router.generate(decode, prefill.announce, list(range(1, 18)))
+        await router.start(waiting)
+        decode.executor.gate.set()
+        await until(lambda: decode.service.scheduler.starved)
+        await router.cancel(waiting)
+        assert await router.result(growing) == toy_output([1, 2, 3], 20)
+        prefill.executor.gate.set()
+        await decode.until_idle()
+        await prefill.until_idle()
+
+
+async def until(condition):
+    """For what no event tells of."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
