@@ -23,8 +23,12 @@ class Mapping {
     size_t length_ = 0;
 };
 
-// Registered memory of this process. Closing revokes the key; the mapping stays until the last user lets go.
-class Region {
+// Registered memory of this process. Shares ownership with its Python object by `shared_from_this`: a deleter that
+// needs the GIL would run in whichever native thread lets go last, and that thread may hold a lock for which the GIL's
+// holder waits.
+//
+// Closing revokes the key; the mapping stays until the last user lets go.
+class Region : public std::enable_shared_from_this<Region> {
   public:
     // Engine thread only.
     Region(const Nic& nic, std::shared_ptr<Mapping> mapping);

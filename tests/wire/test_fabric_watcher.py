@@ -6,6 +6,8 @@ import asyncio
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -261,3 +263,10 @@ async def test_closing_ends_plans_and_is_final(provider: str) -> None:
         await r.here.close()
         left_open.close()
         left_open.disarm()
+
+
+def test_plans_end_while_others_are_armed(provider: str) -> None:
+    """No native thread waits for the interpreter's lock while it holds one that the interpreter waits for."""
+    command = [sys.executable, "-m", "tests.wire.fabric_arm_storm", provider]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
