@@ -1,37 +1,25 @@
-"""Arms plan after plan while another thread lets them pass: run in a process of its own, because what it is about (a native
-thread that wants the interpreter's lock while the interpreter waits for the thread's) stops the whole process."""
+"""Arms plan after plan while the watcher lets the ones before pass: run in a process of its own, because what it is about (a native
+thread that wants the interpreter's lock while the interpreter waits for the thread's) stops the whole process. Writes without
+pages end at once, so that the plan is the last to hold them."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 
 from tests.wire.test_fabric_watcher import LAYERS, rig
 
-PLANS = 400
+PLANS = 4000
 
 
 async def main(provider: str) -> None:
     async with rig(provider) as r:
         watcher = r.here.watch(r.counter.fd)
-        ended = threading.Event()
-
-        def let_pass() -> None:
-            while not ended.is_set():
-                r.counter.advance()
-
-        passing = threading.Thread(target=let_pass)
-        passing.start()
-        try:
-            for number in range(PLANS):
-                first = number * LAYERS
-                transfers = watcher.arm(first, [r.plan(1, [page]) for page in range(8)])
-                if number % 16 == 15:
-                    await asyncio.gather(*(transfer.wait() for transfer in transfers))
-        finally:
-            ended.set()
-            passing.join()
+        for number in range(PLANS):
+            transfers = watcher.arm(number * LAYERS, [r.plan(1, []) for _ in range(20)])
+            r.counter.advance(LAYERS)
+            if number % 50 == 0:
+                await asyncio.gather(*(transfer.wait() for transfer in transfers))
         watcher.close()
     print("done")
 
