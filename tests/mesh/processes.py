@@ -30,6 +30,7 @@ class Up:
         self.http = http
         self.name = name
         self.lines: list[str] = []
+        self.ended = False
         self.parts: dict[str, tuple[str, int]] = {}
         self.starts: dict[str, int] = {}
         self._changed = asyncio.Condition()
@@ -45,12 +46,14 @@ class Up:
                     self.starts[match[1]] = self.starts.get(match[1], 0) + 1
                 self._changed.notify_all()
         async with self._changed:
+            self.ended = True
             self._changed.notify_all()
 
     async def until(self, condition: Callable[[], bool], within_s: float = 30.0) -> None:
         try:
             async with asyncio.timeout(within_s), self._changed:
-                await self._changed.wait_for(condition)
+                await self._changed.wait_for(lambda: condition() or self.ended)
+            assert condition(), "it ended:\n" + "\n".join(self.lines)
         except TimeoutError:
             raise AssertionError("it did not say so:\n" + "\n".join(self.lines)) from None
 
