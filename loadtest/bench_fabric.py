@@ -86,7 +86,7 @@ async def provider_runner(provider: str) -> AsyncIterator[Runner]:
                     page_bytes=page_bytes, source_layer_stride=0, target_layer_stride=0, num_layers=1
                 )
                 # Batches of about 32 MiB, two of them always under way.
-                batch = min(len(pages), max(64, (32 << 20) // page_bytes))
+                batch = min(len(pages), max(64, (128 << 20) // page_bytes))
                 started, moved = time.perf_counter(), 0
                 under_way: list[Writes] = []
                 while time.perf_counter() - started < seconds or under_way:

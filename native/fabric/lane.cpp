@@ -10,6 +10,7 @@
 #include <array>
 #include <cstring>
 #include <fstream>
+#include <utility>
 
 #include "fabric/fault.h"
 
@@ -146,6 +147,7 @@ void Lane::enqueue(const TransferPtr& transfer) {
 bool Lane::progress(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
     bool moved = read(immediates, stats, ended);
     if (!fault_) moved = post(stats, ended) || moved;
+    if (!fault_) moved = post_confirmation() || moved;
     // Once for the whole batch: it answers the peer's writes, and announces ours.
     // A post that found no room rings too: the peer makes room, and with some providers answers the first contact.
     if ((moved || blocked_) && doorbell_ && !peer_doorbell_.empty()) doorbell_->ring(peer_doorbell_);
@@ -192,10 +194,31 @@ void Lane::take_completion(const fi_cq_data_entry& entry, int64_t now, std::vect
         arrived_.push_back(static_cast<uint32_t>(entry.data));
         return;
     }
+    if (entry.op_context == &confirmation_) return confirm(std::exchange(confirmation_asks_, 0), now, ended);
     Slot* slot = slot_of(entry.op_context);
     if (slot == nullptr) return;
-    uint32_t layer = slot->layer;
-    TransferPtr transfer = free_slot(*slot);
+    if (slot->confirms) {
+        confirm(slot->sequence, now, ended);
+        complete(*slot, now, ended);
+    } else if (slot->sequence < confirmed_) {
+        complete(*slot, now, ended);
+    } else {
+        unconfirmed_.push_back(slot);
+    }
+}
+
+void Lane::confirm(uint64_t sequence, int64_t now, std::vector<TransferPtr>& ended) {
+    confirmed_ = std::max(confirmed_, sequence);
+    // Once something has failed nothing is known of those before it.
+    while (!fault_ && !unconfirmed_.empty() && unconfirmed_.front()->sequence < confirmed_) {
+        complete(*unconfirmed_.front(), now, ended);
+        unconfirmed_.pop_front();
+    }
+}
+
+void Lane::complete(Slot& slot, int64_t now, std::vector<TransferPtr>& ended) {
+    uint32_t layer = slot.layer;
+    TransferPtr transfer = free_slot(slot);
     transfer->completed(layer, now);
     if (transfer->finished()) ended.push_back(std::move(transfer));
 }
@@ -205,6 +228,8 @@ void Lane::take_error() {
     if (fi_cq_readerr(queue_.get(), &error, 0) < 0) return;
     Slot* slot = slot_of(error.op_context);
     // Without a context it is about something the peer did, and the control connection will tell.
+    if (slot == nullptr && error.op_context == &confirmation_ && !fault_)
+        fail(libfabric_fault("fi_writemsg", error.err, Status::refused));
     if (slot == nullptr) return;
     if (!fault_) {
         fail(libfabric_fault("fi_writemsg", error.err, Status::refused));
@@ -234,6 +259,8 @@ bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
             continue;
         }
         Slot& slot = *free_.back();
+        bool nothing_follows = free_.size() == 1 || (transfer->at_last() && runnable_.size() == 1);
+        slot.confirms = nothing_follows || sequence_ - asked_ >= nic_.provider().confirm_every();
         long result = post_one(slot, *transfer, *write);
         if (result == -FI_EAGAIN) {
             ++stats.retries;
@@ -248,6 +275,7 @@ bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
         slot.transfer = transfer;
         slot.layer = write->layer;
         slot.sequence = sequence_++;
+        if (slot.confirms) asked_ = slot.sequence;
         ++outstanding_;
         ++stats.posted;
         transfer->posted();
@@ -272,8 +300,29 @@ long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write
     message.rma_iov_count = pieces;
     message.context = &slot.context;
     message.data = plan.immediate;
-    return fi_writemsg(endpoint_object_.get(), &message,
-                       FI_REMOTE_CQ_DATA | FI_COMPLETION | nic_.provider().completion_flags(plan.page_bytes));
+    uint64_t flags = slot.confirms ? nic_.provider().completion_flags(plan.page_bytes) : 0;
+    return fi_writemsg(endpoint_object_.get(), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION | flags);
+}
+
+// For writes after which nothing was posted that asks, because their transfer was stopped: an empty write without an
+// immediate, which leaves no trace at the target.
+bool Lane::post_confirmation() {
+    if (!runnable_.empty() || asked_ + 1 == sequence_ || confirmation_asks_ != 0) return false;
+    fi_msg_rma message{};
+    message.addr = peer_;
+    message.context = &confirmation_;
+    long result = fi_writemsg(endpoint_object_.get(), &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
+    if (result == -FI_EAGAIN) {
+        blocked_ = true;
+        return false;
+    }
+    if (result != 0) {
+        fail(libfabric_fault("fi_writemsg", result, Status::refused));
+        return true;
+    }
+    confirmation_asks_ = sequence_;  // One past the last write: all are before it.
+    asked_ = sequence_ - 1;
+    return true;
 }
 
 Lane::Slot* Lane::slot_of(void* context) {

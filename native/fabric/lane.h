@@ -73,6 +73,7 @@ class Lane {
         TransferPtr transfer;
         uint32_t layer = 0;
         uint64_t sequence = 0;
+        bool confirms = false;  // its completion means delivered, for all writes before it too
     };
 
     void open_queue();
@@ -83,6 +84,9 @@ class Lane {
     void take_completion(const fi_cq_data_entry& entry, int64_t now, std::vector<TransferPtr>& ended);
     bool post(Stats& stats, std::vector<TransferPtr>& ended);
     long post_one(Slot& slot, const Transfer& transfer, const PageWrite& write);
+    bool post_confirmation();
+    void complete(Slot& slot, int64_t now, std::vector<TransferPtr>& ended);
+    void confirm(uint64_t sequence, int64_t now, std::vector<TransferPtr>& ended);
     Slot* slot_of(void* context);
     TransferPtr free_slot(Slot& slot);
     void fail(Fault fault);
@@ -105,7 +109,12 @@ class Lane {
     std::vector<Slot*> free_;
     std::deque<TransferPtr> runnable_;
     std::vector<uint32_t> arrived_;
-    uint64_t sequence_ = 0;
+    uint64_t sequence_ = 1;           // of the next write
+    uint64_t asked_ = 0;              // up to which confirmation was asked for
+    uint64_t confirmed_ = 0;          // up to which it came
+    std::deque<Slot*> unconfirmed_;   // complete here, perhaps not there; in order
+    fi_context2 confirmation_{};      // of a confirmation that is no write
+    uint64_t confirmation_asks_ = 0;  // what it will confirm; 0: none under way
     uint32_t outstanding_ = 0;
     bool blocked_ = false;
     std::optional<Fault> fault_;

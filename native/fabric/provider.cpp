@@ -77,6 +77,11 @@ uint64_t Provider::completion_flags(uint64_t length) const {
     return FI_DELIVERY_COMPLETE;
 }
 
+uint32_t Provider::confirm_every() const {
+    constexpr uint32_t kOnStreams = 16;
+    return libfabric_name == "net" || libfabric_name == "tcp" ? kOnStreams : 1;
+}
+
 InfoPtr Provider::find(const std::string& host) const {
     InfoPtr hints = hints_for(libfabric_name);
     fi_info* found = nullptr;

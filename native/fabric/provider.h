@@ -26,6 +26,10 @@ struct Provider {
     // Throws SetupError for a name that is none of the above.
     static Provider named(const std::string& name);
 
+    // One write in so many asks for its delivery to be confirmed. On a TCP stream writes are executed in order, so that
+    // one confirmation is good for all before it, and saves the target a message a page.
+    uint32_t confirm_every() const;
+
     // The endpoints to open on `host`. Throws SetupError (unavailable) where there is none.
     InfoPtr find(const std::string& host) const;
 };

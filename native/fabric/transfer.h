@@ -52,6 +52,8 @@ class Transfer {
     void release(uint32_t layers);
     // The next write that may be posted; none when stopped, done, or waiting for a layer.
     std::optional<PageWrite> next() const;
+    // `next` is the last one that may be posted for now.
+    bool at_last() const { return layer_ + 1 == released_ && page_ + 1 == plan_.source_pages.size(); }
     void posted();
     void completed(uint32_t layer, int64_t now);
     // A posted write failed. The transfer then ends with its lane, not before.

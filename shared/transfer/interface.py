@@ -87,7 +87,8 @@ class Arrival(Protocol):
         ...
 
     def close(self) -> None:
-        """Disarm. Idempotent. The immediate may be armed again afterwards, but only when no write with it can arrive."""
+        """Disarm. Idempotent. The immediate may be armed again afterwards, but only when no write with it can arrive;
+        until then arrivals with it are late ones and count for nobody."""
         ...
 
 
@@ -127,7 +128,8 @@ class Fabric(Protocol):
     def provider(self) -> str: ...
     @property
     def address(self) -> bytes:
-        """Opaque; what `connect` takes on the other side."""
+        """Opaque; what `connect` takes on the other side. Changes with every fence: give the current one with each piece
+        of work, for a fenced peer is let in again only with one from after its fence."""
         ...
 
     def register(self, fd: int, length: int) -> MemoryRegion:
