@@ -1,6 +1,6 @@
-"""Arms plan after plan while the watcher lets the ones before pass: run in a process of its own, because what it is about (a native
-thread that wants the interpreter's lock while the interpreter waits for the thread's) stops the whole process. Writes without
-pages end at once, so that the plan is the last to hold them."""
+"""Arms plan after plan while the watcher lets the ones before pass. Run in a process of its own: a native thread that wants the
+interpreter's lock while the interpreter waits for the thread's stops the whole process. Writes without pages end at once, so
+that the plan is the last to hold them."""
 
 from __future__ import annotations
 
