@@ -13,7 +13,8 @@ ITEM_BYTES: dict[KvDtype, int] = {"float32": 4, "bfloat16": 2}
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one shard's KV pages, HND inside a page: `[k/v][head][token][dim]`, K first.
+    """Shape of one shard's KV pages, HND inside a page: `[k/v][head][token][dim]`, K first; "mla": `[head][token][dim]`, one
+    head, whose vector is the latent and the rotated part of the key.
 
     A region of `num_pages` pages is `[layer][page][k/v][head][token][dim]`, C-contiguous, so that one page of one
     layer is one contiguous run of `page_bytes`, and so is one head range of K or of V in it.
@@ -25,11 +26,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     """Tokens in a page."""
     dtype: KvDtype
+    kind: Literal["gqa", "mla"] = "gqa"
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer, K and V."""
-        return 2 * self.num_kv_heads * self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+        parts = 2 if self.kind == "gqa" else 1
+        return parts * self.num_kv_heads * self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:

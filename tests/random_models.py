@@ -7,13 +7,74 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.tiny_model import BOS, END, TEMPLATE, byte_level
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
+
+QWEN3_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+
+DEEPSEEK_V3 = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "rope_parameters": YARN,
+}
+
+GEMMA3 = {
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+"""Layers of both kinds, and a window that is no multiple of a page."""
+
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN3_MOE),
+    "deepseek-v3": (DeepseekV3Config, DeepseekV3ForCausalLM, DEEPSEEK_V3),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA3),
 }
 
 SMALL = {
@@ -34,9 +95,12 @@ def save(kind: str, directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SMALL, **own, **changes}))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.25)
+            else:
+                parameter += torch.empty_like(parameter).normal_(0, 0.5 if name.endswith("bias") else 0.2)
+                parameter.copy_(parameter.bfloat16())  # vectors stay float32 where matrices are rounded
     model.to(torch.float32).save_pretrained(directory)
     return directory
 

@@ -20,26 +20,26 @@ static inline int padded(int dim) { return (dim + kPanel - 1) / kPanel * kPanel;
 struct Scratch {
     float* q;       // blocks of [dim][rows], scaled
     float* keys;    // [dim][64]
-    float* values;  // [64][padded dim]
+    float* values;  // [64][padded value_dim]
     float* scores;  // [kRows][64]
-    float* out;     // [rows][padded dim]
+    float* out;     // [rows][padded value_dim]
     float* top;     // [rows]: running maximum
     float* total;   // [rows]: running sum
 };
 
-static int64_t attention_scratch(int dim, int rows) {
-    int64_t wide = padded(dim);
+static int64_t attention_scratch(int dim, int value_dim, int rows) {
+    int64_t wide = padded(value_dim);
     return int64_t{rows} * dim + kBlock * int64_t{dim} + kBlock * wide + kRows * kBlock + rows * wide +
            2 * int64_t{rows};
 }
 
-static Scratch carve(float* p, int dim, int rows) {
+static Scratch carve(float* p, int dim, int value_dim, int rows) {
     Scratch s;
     s.keys = p, p += kBlock * int64_t{dim};
-    s.values = p, p += kBlock * int64_t{padded(dim)};
+    s.values = p, p += kBlock * int64_t{padded(value_dim)};
     s.scores = p, p += kRows * kBlock;
     s.q = p, p += int64_t{rows} * dim;
-    s.out = p, p += int64_t{rows} * padded(dim);
+    s.out = p, p += int64_t{rows} * padded(value_dim);
     s.top = p, p += rows;
     s.total = p;
     return s;
@@ -90,7 +90,7 @@ class Ahead {
 template <class T>
 static void load_block(const AttentionTile& t, int block, int count, const Scratch& s, Ahead& ahead) {
     const T* keys[kBlock];
-    int wide = padded(t.dim);
+    int wide = padded(t.value_dim);
     for (int i = 0; i < count;) {
         int token = block + i, slot = token % t.page_size;
         int run = t.page_size - slot < count - i ? t.page_size - slot : count - i;
@@ -101,8 +101,8 @@ static void load_block(const AttentionTile& t, int block, int count, const Scrat
             keys[i] = key;
             float* to = s.values + int64_t{i} * wide;
             int d = 0;
-            for (; d + W <= t.dim; d += W) store(to + d, load(value + d));
-            for (; d < wide; ++d) to[d] = d < t.dim ? to_float(value[d]) : 0.0f;
+            for (; d + W <= t.value_dim; d += W) store(to + d, load(value + d));
+            for (; d < wide; ++d) to[d] = d < t.value_dim ? to_float(value[d]) : 0.0f;
             if (i % 4 == 3) ahead.fetch(1);
         }
     }
@@ -114,10 +114,11 @@ static void load_block(const AttentionTile& t, int block, int count, const Scrat
     }
 }
 
-// One row's scores become weights; its sum, maximum and output so far are rescaled. `visible`: tokens of this block
-// that the row may see, 1 or more.
-static inline void soften(float* scores, int visible, float* top, float* total, float* out, int wide) {
+// One row's scores become weights; its sum, maximum and output so far are rescaled. The row sees the tokens
+// [hidden, visible) of this block, 1 or more.
+static inline void soften(float* scores, int hidden, int visible, float* top, float* total, float* out, int wide) {
     constexpr int kParts = kBlock / W;
+    for (int i = 0; i < hidden; ++i) scores[i] = kMasked;
     for (int i = visible; i < kBlock; ++i) scores[i] = kMasked;
     vf part[kParts];
 #pragma GCC unroll 16
@@ -148,16 +149,17 @@ static inline void soften(float* scores, int visible, float* top, float* total, 
 // `count` tokens of the block are there.
 template <int R>
 static void attend_rows(const AttentionTile& t, int first_row, int block, int count, const float* q, const Scratch& s) {
-    int wide = padded(t.dim);
+    int wide = padded(t.value_dim);
     strips<R, 1, R, false>(padded(count), t.dim, q, s.keys, kBlock, s.scores, kBlock);
     for (int i = 0; i < R; ++i) {
         int row = first_row + i;
         int visible = t.position + row / t.group - block + 1;
+        int hidden = t.window > 0 && visible > t.window ? visible - t.window : 0;
         float* scores = s.scores + i * kBlock;
-        if (visible <= 0)
+        if (visible <= 0 || hidden >= kBlock)
             for (int j = 0; j < kBlock; j += W) store(scores + j, zero());
         else
-            soften(scores, visible, s.top + row, s.total + row, s.out + int64_t{row} * wide, wide);
+            soften(scores, hidden, visible, s.top + row, s.total + row, s.out + int64_t{row} * wide, wide);
     }
     strips<R, kBlock, 1, true>(wide, count, s.scores, s.values, wide, s.out + int64_t{first_row} * wide, wide);
 }
@@ -172,22 +174,28 @@ static void attend_from(int rows, const AttentionTile& t, int first, int block, 
 }
 
 static void write_out(const AttentionTile& t, const Scratch& s) {
-    int rows = t.tokens * t.group, wide = padded(t.dim);
+    int rows = t.tokens * t.group, wide = padded(t.value_dim);
     for (int row = 0; row < rows; ++row) {
-        float* to = t.out + (row / t.group) * t.out_stride + (row % t.group) * t.dim;
+        float* to = t.out + (row / t.group) * t.out_stride + (row % t.group) * t.value_dim;
         const float* from = s.out + int64_t{row} * wide;
         float factor = 1.0f / s.total[row];
-        for (int d = 0; d < t.dim; ++d) to[d] = from[d] * factor;
+        for (int d = 0; d < t.value_dim; ++d) to[d] = from[d] * factor;
     }
 }
 
+// Where the tile's first token begins to see.
+static inline int first_block(const AttentionTile& t) {
+    int hidden = t.window > 0 && t.position >= t.window ? t.position - t.window + 1 : 0;
+    return hidden / kBlock * kBlock;
+}
+
 static void attention(const AttentionTile& t, float* memory) {
-    int rows = t.tokens * t.group, wide = padded(t.dim), end = t.position + t.tokens;
-    Scratch s = carve(memory, t.dim, rows);
+    int rows = t.tokens * t.group, wide = padded(t.value_dim), end = t.position + t.tokens;
+    Scratch s = carve(memory, t.dim, t.value_dim, rows);
     pack_queries(t, s.q);
     for (int64_t i = 0; i < int64_t{rows} * wide; i += W) store(s.out + i, zero());
     for (int i = 0; i < rows; ++i) s.top[i] = kMasked, s.total[i] = 0.0f;
-    for (int block = 0; block < end; block += kBlock) {
+    for (int block = first_block(t); block < end; block += kBlock) {
         int count = end - block < kBlock ? end - block : kBlock;
         int after = block + kBlock, until = after + kBlock < end ? after + kBlock : end;
         Ahead ahead(t, after, until);

@@ -37,6 +37,7 @@ class Context {
     const Kernels& kernels;
     Store store;          // of weights
     Arena<float> packed;  // activations of the linear that runs
+    Arena<float> routed;  // activations of the expert that runs
 
     struct alignas(64) Thread {
         Arena<float> scratch;

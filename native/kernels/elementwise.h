@@ -24,14 +24,30 @@ static void rms_norm(int n, const float* x, const float* weight, float eps, floa
 
 static inline vf silu_mul(vf gate, vf up) { return gate / (splat(1.0f) + vexp(zero() - gate)) * up; }
 
-static void silu_mul(int n, const float* gate, const float* up, float* out) {
+// x / 2 * (1 + tanh(z)) with z = sqrt(2 / pi) * (x + 0.044715 x^3) is x / (1 + e^(-2 z)).
+static inline vf gelu_mul(vf gate, vf up) {
+    vf inner = fma(gate * gate * gate, splat(0.044715f), gate);
+    return gate / (splat(1.0f) + vexp(inner * splat(-1.5957691216f))) * up;
+}
+
+// out[i] = f(gate[i], up[i])
+template <class F>
+static inline void gated(int n, const float* gate, const float* up, float* out, F f) {
     int i = 0;
-    for (; i + W <= n; i += W) store(out + i, silu_mul(load(gate + i), load(up + i)));
+    for (; i + W <= n; i += W) store(out + i, f(load(gate + i), load(up + i)));
     if (i == n) return;
     float g[W] = {}, u[W] = {}, o[W];
     for (int j = i; j < n; ++j) g[j - i] = gate[j], u[j - i] = up[j];
-    store(o, silu_mul(load(g), load(u)));
+    store(o, f(load(g), load(u)));
     for (int j = i; j < n; ++j) out[j] = o[j - i];
+}
+
+static void silu_mul(int n, const float* gate, const float* up, float* out) {
+    gated(n, gate, up, out, [](vf g, vf u) { return silu_mul(g, u); });
+}
+
+static void gelu_mul(int n, const float* gate, const float* up, float* out) {
+    gated(n, gate, up, out, [](vf g, vf u) { return gelu_mul(g, u); });
 }
 
 static void softmax_weights(int n, const float* x, float top, float factor, float* out) {

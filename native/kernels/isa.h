@@ -37,7 +37,9 @@ struct AttentionTile {
     int tokens;            // in this tile
     int position;          // of the tile's first token
     int group;             // query heads per KV head
-    int dim;               // of a head
+    int dim;               // of a query and a key; from one token of a page to the next, of values too
+    int value_dim;         // of a value: the first numbers at its place
+    int window;            // tokens that a token sees, itself among them; 0: all
     float scale;           // of the scores
     const int32_t* pages;  // page table of the sequence
     const char* keys;      // K of this head in page 0 of the layer
@@ -58,9 +60,11 @@ struct Kernels {
     void (*rms_norm)(int n, const float* x, const float* weight, float eps, float* out);
     // out[i] = gate[i] / (1 + e^-gate[i]) * up[i]
     void (*silu_mul)(int n, const float* gate, const float* up, float* out);
+    // The same with GELU (tanh approximation) in place of SiLU.
+    void (*gelu_mul)(int n, const float* gate, const float* up, float* out);
     // out[i] = e^((x[i] - top) * factor)
     void (*softmax_weights)(int n, const float* x, float top, float factor, float* out);
-    int64_t (*attention_scratch)(int dim, int rows);  // floats
+    int64_t (*attention_scratch)(int dim, int value_dim, int rows);  // floats
     void (*attention)(const AttentionTile&, float* scratch);
 };
 

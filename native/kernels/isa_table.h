@@ -9,8 +9,8 @@
 namespace kvmesh::KVMESH_ISA {
 
 const Kernels table = {
-    kRows,    panel<float>,    panel<uint16_t>,   widen,     pack, rms_norm,
-    silu_mul, softmax_weights, attention_scratch, attention,
+    kRows,    panel<float>,    panel<uint16_t>,   widen,     pack, rms_norm, silu_mul,
+    gelu_mul, softmax_weights, attention_scratch, attention,
 };
 
 }  // namespace kvmesh::KVMESH_ISA

@@ -40,11 +40,11 @@ struct Linear::Call {
     bool add;
 };
 
-Linear::Linear(Context& context, int outputs, int inputs, WeightType type, bool gated)
-    : outputs_(outputs), inputs_(inputs), type_(type), gated_(gated) {
+Linear::Linear(Context& context, int outputs, int inputs, WeightType type, Gate gate)
+    : outputs_(outputs), inputs_(inputs), type_(type), gate_(gate) {
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a linear has at least one output and one input");
-    if (gated && outputs % 2) throw std::invalid_argument("a gated linear has an even number of outputs");
-    panels_ = static_cast<int>(gated ? ceil_div(outputs / 2, kPanel / 2) : ceil_div(outputs, kPanel));
+    if (gated() && outputs % 2) throw std::invalid_argument("a gated linear has an even number of outputs");
+    panels_ = static_cast<int>(gated() ? ceil_div(outputs / 2, kPanel / 2) : ceil_div(outputs, kPanel));
     int64_t count = int64_t{panels_} * kPanel * inputs;
     if (type == WeightType::f32) {
         f32_ = context.store.take<float>(count);
@@ -58,7 +58,7 @@ Linear::Linear(Context& context, int outputs, int inputs, WeightType type, bool 
 int64_t Linear::bytes() const { return int64_t{panels_} * kPanel * inputs_ * (type_ == WeightType::f32 ? 4 : 2); }
 
 int Linear::column(int output) const {
-    if (!gated_) return output;
+    if (!gated()) return output;
     constexpr int half = kPanel / 2;
     int pair = output % results();
     return pair / half * kPanel + pair % half + (output >= results() ? half : 0);
@@ -107,7 +107,7 @@ void Linear::row(int output, float* out) const {
 
 void Linear::finish(const Call& call, int first_row, int rows, int panel, const float* tile) const {
     constexpr int half = kPanel / 2;
-    int wide = gated_ ? half : kPanel;
+    int wide = gated() ? half : kPanel;
     int first = panel * wide, count = std::min(wide, results() - first);
     for (int i = 0; i < rows; ++i, tile += kPanel) {
         float* out = call.out + (first_row + i) * call.out_stride + first;
@@ -117,8 +117,10 @@ void Linear::finish(const Call& call, int first_row, int rows, int panel, const 
             for (int j = 0; j < kPanel; ++j) biased[j] = tile[j] + bias_[int64_t{panel} * kPanel + j];
             from = biased;
         }
-        if (gated_) {
+        if (gate_ == Gate::silu) {
             call.context.kernels.silu_mul(count, from, from + half, out);
+        } else if (gate_ == Gate::gelu) {
+            call.context.kernels.gelu_mul(count, from, from + half, out);
         } else if (call.add) {
             for (int j = 0; j < count; ++j) out[j] += from[j];
         } else {
@@ -204,7 +206,7 @@ const float* Linear::widened(Context& context, int thread, int first, int end) c
 
 void Linear::run(Context& context, int rows, const float* x, int64_t x_stride, float* out, int64_t out_stride,
                  bool add) const {
-    if (gated_ && add) throw std::invalid_argument("a gated linear does not add");
+    if (gated() && add) throw std::invalid_argument("a gated linear does not add");
     if (rows < 1) return;
     Call call{context, rows, x, x_stride, out, out_stride, add};
     if (rows <= context.kernels.row_block)

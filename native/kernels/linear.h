@@ -13,12 +13,15 @@ enum class WeightType { f32, bf16 };
 // How a checkpoint stores a number.
 enum class SourceType { f32, bf16, f16 };
 
+// What becomes of a pair of outputs; none: they are not pairs.
+enum class Gate { none, silu, gelu };
+
 // y = W x + b with W [outputs, inputs]. Packed: [panel][input][32 outputs], so that a product streams through memory;
-// it lies in the context's store. `gated`: outputs come in pairs (gate, up), 16 + 16 a panel, and y = silu(gate) * up
-// has outputs / 2 values.
+// it lies in the context's store. Gated: outputs come in pairs (gate, up), 16 + 16 a panel, and y = act(gate) * up has
+// outputs / 2 values.
 class Linear {
   public:
-    Linear(Context& context, int outputs, int inputs, WeightType type, bool gated);
+    Linear(Context& context, int outputs, int inputs, WeightType type, Gate gate);
 
     // Rows [first, first + count) of the matrix, from `count` rows of `inputs` numbers. A gated matrix counts gates
     // 0 .. outputs/2 - 1 and then ups.
@@ -34,8 +37,8 @@ class Linear {
 
     int outputs() const { return outputs_; }
     int inputs() const { return inputs_; }
-    int results() const { return gated_ ? outputs_ / 2 : outputs_; }
-    bool gated() const { return gated_; }
+    int results() const { return gated() ? outputs_ / 2 : outputs_; }
+    bool gated() const { return gate_ != Gate::none; }
     int64_t bytes() const;
 
   private:
@@ -53,7 +56,7 @@ class Linear {
 
     int outputs_, inputs_, panels_;
     WeightType type_;
-    bool gated_;
+    Gate gate_;
     std::shared_ptr<float[]> f32_;
     std::shared_ptr<uint16_t[]> bf16_;
     std::shared_ptr<float[]> bias_;  // by column; null where none

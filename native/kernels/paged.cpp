@@ -12,6 +12,8 @@ namespace {
 
 // Query rows of one tile: enough that loading a block of keys costs little beside using it.
 constexpr int kTileRows = 112;
+// Query heads of one tile: with many heads on one key, threads share them out.
+constexpr int kTileHeads = 32;
 
 [[noreturn]] void refuse(size_t row, const std::string& what) {
     throw std::invalid_argument("row " + std::to_string(row) + ": " + what);
@@ -77,34 +79,39 @@ void append(Context& context, const Cache& cache, const Batch& batch, int layer,
     const CacheShape& shape = cache.shape;
     for (int row = 0; row < batch.rows(); ++row)
         if (batch.start(row) + batch.count(row) > rotary.positions) refuse(row, "a position past the rotary table");
-    int dim = shape.dim, heads = shape.heads, width = (query_heads + 2 * heads) * dim;
+    int dim = shape.dim, heads = shape.heads, width = (query_heads + shape.parts() * heads) * dim;
+    int unrotated = dim - rotary.width;
     constexpr int kShare = 8;  // tokens of one item
     context.pool.run((batch.tokens() + kShare - 1) / kShare, [&](int64_t item, int) {
         int end = std::min<int>(batch.tokens(), (item + 1) * kShare);
         for (int token = static_cast<int>(item) * kShare; token < end; ++token) {
             int position = batch.position(token);
-            const float* cosines = rotary.table + int64_t{position} * dim;
+            const float* cosines = rotary.table + int64_t{position} * rotary.width;
             float* x = qkv + int64_t{token} * width;
             for (int head = 0; head < query_heads + heads; ++head) {
-                const float* norm = head < query_heads ? rotary.q_norm : rotary.k_norm;
-                if (norm) context.kernels.rms_norm(dim, x + head * dim, norm, rotary.eps, x + head * dim);
-                rotate(x + head * dim, cosines, dim);
+                bool query = head < query_heads;
+                const float* norm = query ? rotary.q_norm : rotary.k_norm;
+                int normed = query ? dim : shape.value_dim();
+                if (norm) context.kernels.rms_norm(normed, x + head * dim, norm, rotary.eps, x + head * dim);
+                rotate(x + head * dim + unrotated, cosines, rotary.width);
             }
             int64_t page = batch.table(batch.token_row(token))[position / shape.page_size];
             int64_t at = page * shape.page_bytes() + (position % shape.page_size) * dim * shape.item_bytes();
             for (int head = 0; head < heads; ++head)
-                for (int value = 0; value < 2; ++value)
+                for (int value = 0; value < shape.parts(); ++value)
                     write_head(cache.head(layer, value, head) + at, x + (query_heads + value * heads + head) * dim, dim,
                                shape.bf16);
         }
     });
 }
 
-void attend(Context& context, const Cache& cache, const Batch& batch, int layer, int query_heads, float scale,
-            const float* qkv, float* out) {
+void attend(Context& context, const Cache& cache, const Batch& batch, int layer, const Query& query, const float* qkv,
+            float* out) {
     const CacheShape& shape = cache.shape;
-    int group = query_heads / shape.heads, dim = shape.dim;
-    int64_t q_stride = int64_t{query_heads + 2 * shape.heads} * dim, out_stride = int64_t{query_heads} * dim;
+    int all = query.heads / shape.heads, dim = shape.dim, value_dim = shape.value_dim();
+    int cuts = (all + kTileHeads - 1) / kTileHeads, group = (all + cuts - 1) / cuts;
+    int64_t q_stride = int64_t{query.heads + shape.parts() * shape.heads} * dim;
+    int64_t out_stride = int64_t{query.heads} * value_dim;
     int per_tile = std::max(1, kTileRows / group);
     struct Place {
         int row, first, count;
@@ -117,19 +124,22 @@ void attend(Context& context, const Cache& cache, const Batch& batch, int layer,
     std::stable_sort(places.begin(), places.end(), [&](const Place& a, const Place& b) {
         return batch.start(a.row) + a.first + a.count > batch.start(b.row) + b.first + b.count;
     });
-    int64_t floats = context.kernels.attention_scratch(dim, per_tile * group);
-    context.pool.run(static_cast<int64_t>(places.size()) * shape.heads, [&](int64_t item, int thread) {
-        const Place& place = places[item / shape.heads];
-        int head = static_cast<int>(item % shape.heads);
+    int64_t floats = context.kernels.attention_scratch(dim, value_dim, per_tile * group);
+    int tiles = shape.heads * cuts;
+    context.pool.run(static_cast<int64_t>(places.size()) * tiles, [&](int64_t item, int thread) {
+        const Place& place = places[item / tiles];
+        int head = static_cast<int>(item % tiles) / cuts, in_group = static_cast<int>(item % cuts) * group;
+        int64_t first = int64_t{head} * all + in_group;
         int64_t token = batch.first_token(place.row) + place.first;
         AttentionTile tile;
-        tile.q = qkv + token * q_stride + int64_t{head} * group * dim;
-        tile.out = out + token * out_stride + int64_t{head} * group * dim;
+        tile.q = qkv + token * q_stride + first * dim;
+        tile.out = out + token * out_stride + first * value_dim;
         tile.q_stride = q_stride, tile.out_stride = out_stride;
         tile.tokens = place.count, tile.position = batch.start(place.row) + place.first;
-        tile.group = group, tile.dim = dim, tile.scale = scale;
+        tile.group = std::min(group, all - in_group), tile.dim = dim, tile.value_dim = value_dim;
+        tile.scale = query.scale, tile.window = query.window;
         tile.pages = batch.table(place.row);
-        tile.keys = cache.head(layer, 0, head), tile.values = cache.head(layer, 1, head);
+        tile.keys = cache.head(layer, 0, head), tile.values = cache.head(layer, shape.parts() - 1, head);
         tile.page_bytes = shape.page_bytes(), tile.page_size = shape.page_size, tile.bf16 = shape.bf16;
         context.kernels.attention(tile, context.per_thread[thread].scratch.get(floats));
     });

@@ -11,14 +11,17 @@ namespace kvmesh {
 struct CacheShape {
     int layers, pages, heads, page_size, dim;
     bool bf16;
+    int latent = 0;  // above 0: no V, the first `latent` numbers of a key are its value (MLA)
 
     int64_t item_bytes() const { return bf16 ? 2 : 4; }
     int64_t head_bytes() const { return int64_t{page_size} * dim * item_bytes(); }
-    int64_t page_bytes() const { return 2 * heads * head_bytes(); }
+    int parts() const { return latent > 0 ? 1 : 2; }
+    int value_dim() const { return latent > 0 ? latent : dim; }
+    int64_t page_bytes() const { return parts() * heads * head_bytes(); }
     int64_t total_bytes() const { return int64_t{layers} * pages * page_bytes(); }
 };
 
-// A view of `[layer][page][k/v][head][token][dim]` memory that belongs to somebody else.
+// A view of `[layer][page][k/v][head][token][dim]` memory that belongs to somebody else; k alone where latent.
 class Cache {
   public:
     Cache(char* base, const CacheShape& shape) : shape(shape), base_(base) {}
@@ -57,20 +60,28 @@ class Batch {
 
 // What turns the projections of a token into q, k and v. Pointers may be null where the model has no such norm.
 struct Rotary {
-    const float* table;  // [position][dim]: cosines of dim / 2 frequencies, then sines
+    const float* table;  // [position][width]: cosines of width / 2 frequencies, then sines
     int positions;       // of the table
+    int width;           // the last numbers of a head, which are rotated
     const float* q_norm;
-    const float* k_norm;
+    const float* k_norm;  // over value_dim() numbers
     float eps;
 };
 
-// Normalises and rotates q and k of `qkv` [tokens][(query_heads + 2 * heads) * dim] in place and writes k and v of
+// Normalises and rotates q and k of `qkv` [tokens][(query_heads + parts * heads) * dim] in place and writes k and v of
 // `layer` into the batch's pages. A position past the rotary table throws std::invalid_argument.
 void append(Context& context, const Cache& cache, const Batch& batch, int layer, int query_heads, const Rotary& rotary,
             float* qkv);
 
-// out [tokens][query_heads * dim]: every token attends to the positions 0 .. its own of its row.
-void attend(Context& context, const Cache& cache, const Batch& batch, int layer, int query_heads, float scale,
-            const float* qkv, float* out);
+struct Query {
+    int heads;
+    float scale;
+    int window;  // 0: all
+};
+
+// out [tokens][heads * value_dim]: every token attends to the positions 0 .. its own of its row, or to the last
+// `window` of them.
+void attend(Context& context, const Cache& cache, const Batch& batch, int layer, const Query& query, const float* qkv,
+            float* out);
 
 }  // namespace kvmesh

@@ -15,9 +15,18 @@ class Context:
     def isa(self) -> str: ...
 
 class Linear:
-    """A packed matrix of weights [outputs, inputs]; gated: silu(gate) * up of its two halves."""
+    """A packed matrix of weights [outputs, inputs]; gated: activation(gate) * up of its two halves."""
 
-    def __init__(self, context: Context, outputs: int, inputs: int, dtype: str, *, gated: bool = False) -> None: ...
+    def __init__(
+        self,
+        context: Context,
+        outputs: int,
+        inputs: int,
+        dtype: str,
+        *,
+        gated: bool = False,
+        activation: str = "silu",
+    ) -> None: ...
     def fill(self, first: int, source: NDArray[np.float32]) -> None:
         """Rows first.. of the matrix from float32 [rows, inputs]."""
 
@@ -39,6 +48,53 @@ class Linear:
     def results(self) -> int: ...
     @property
     def bytes(self) -> int: ...
+
+class Columns:
+    """Linears over columns of one array: linear i reads from x_first + i * x_step on, and writes from
+    out_first + i * out_step on."""
+
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        *,
+        x_first: int = 0,
+        x_step: int = 0,
+        out_first: int = 0,
+        out_step: int = 0,
+    ) -> None: ...
+    def run(self, context: Context, x: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...
+
+class Router:
+    """From logits to experts: softmax, or sigmoid with a bias and groups (DeepSeek-V3)."""
+
+    def __init__(
+        self,
+        *,
+        sigmoid: bool,
+        normalise: bool,
+        scale: float,
+        groups: int,
+        top_groups: int,
+        bias: NDArray[np.float32] | None,
+    ) -> None: ...
+    def route(
+        self, context: Context, logits: NDArray[np.float32], ids: NDArray[np.int32], weights: NDArray[np.float32]
+    ) -> None:
+        """Fills ids and weights [rows, per_token], best first; equal scores go to the smaller number."""
+
+class Experts:
+    """Gated linears and their way back; copies share the weights."""
+
+    def __init__(self, gate_up: Sequence[Linear], down: Sequence[Linear]) -> None: ...
+    def add(
+        self,
+        context: Context,
+        ids: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        x: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> None:
+        """out[row] += weight * expert(x[row]), by ascending expert."""
 
 class Batch:
     """The rows of one step, checked against the cache."""
@@ -66,10 +122,19 @@ class Rotary:
     ) -> None: ...
 
 class Cache:
-    """A view of paged KV memory [layer][page][k/v][head][token][dim]."""
+    """A view of paged KV memory [layer][page][k/v][head][token][dim]. latent: no V, the first `latent` numbers of a key
+    are its value."""
 
     def __init__(
-        self, memory: NDArray[np.uint8], layers: int, pages: int, heads: int, page_size: int, dim: int, dtype: str
+        self,
+        memory: NDArray[np.uint8],
+        layers: int,
+        pages: int,
+        heads: int,
+        page_size: int,
+        dim: int,
+        dtype: str,
+        latent: int = 0,
     ) -> None: ...
     def append(
         self, context: Context, batch: Batch, layer: int, query_heads: int, rotary: Rotary, qkv: NDArray[np.float32]
@@ -85,8 +150,10 @@ class Cache:
         scale: float,
         qkv: NDArray[np.float32],
         out: NDArray[np.float32],
+        *,
+        window: int = 0,
     ) -> None:
-        """Causal attention of every token over its row's pages."""
+        """Causal attention of every token over its row's pages, or over the last `window` tokens."""
 
 class LayerCounter:
     """The 64-bit layer counter in shared memory."""

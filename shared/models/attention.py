@@ -28,8 +28,10 @@ class Attention(Protocol[A]):
     """Attention of one model over one KV region. `A` is the device's array type.
 
     `qkv` is `[tokens, (heads + 2 * kv_heads) * head_dim]`, the rows' tokens one after the other; the result of `attend`
-    is `[tokens, heads * head_dim]` and valid until the next call. A token attends to the positions 0 .. its own of its
-    row. What it gets must not depend, beyond float order, on the other rows or on how a prompt was cut into chunks.
+    is `[tokens, heads * head_dim]` and valid until the next call. Latent attention has no v and one k, see
+    `shared.models.latent`: `[tokens, (heads + 1) * head_dim]`, and `[tokens, heads * rank]` as the result. A token attends to
+    the positions 0 .. its own of its row. What it gets must not depend, beyond float order, on the other rows or on how a
+    prompt was cut into chunks.
     """
 
     @property

@@ -11,10 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import ModelError
+from shared.models.config import FP8_BLOCK
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
 _DTYPES: dict[str, StoredDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_FP8 = "F8_E4M3"
+_FP8_SCALES = "_scale_inv"
+"""After a weight's name: what its blocks' values are to be multiplied by."""
 
 
 class Stored(NamedTuple):
@@ -52,7 +56,19 @@ class Checkpoint:
         return name in self._entries
 
     def read(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """The tensor `name`. Raises `ModelError` where it is missing, has another shape or an unsupported dtype."""
+        """The tensor `name`; one of fp8 blocks (`<name>_scale_inv` has their scales) as float32. Raises `ModelError`
+        where it is missing, has another shape or an unsupported dtype."""
+        entry = self._entry(name, shape)
+        if entry.dtype == _FP8 and len(shape) == 2 and name + _FP8_SCALES in self:
+            blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+            scales = self.read(name + _FP8_SCALES, blocks).as_float32()
+            return Stored(_dequantised(_load(entry, np.dtype(np.uint8), name), scales), "float32")
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise ModelError(f"{entry.path}: {name} has dtype {entry.dtype}; supported is {', '.join(_DTYPES)}")
+        return Stored(_load(entry, np.dtype(np.float32 if dtype == "float32" else np.uint16), name), dtype)
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> _Entry:
         entry = self._entries.get(name)
         if entry is None:
             raise ModelError(f"{self.directory}: no tensor {name!r}")
@@ -60,14 +76,32 @@ class Checkpoint:
             raise ModelError(
                 f"{entry.path}: {name} has shape {list(entry.shape)}, the configuration wants {list(shape)}"
             )
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise ModelError(f"{entry.path}: {name} has dtype {entry.dtype}; supported is {', '.join(_DTYPES)}")
-        kind = np.dtype(np.float32 if dtype == "float32" else np.uint16)
-        values = np.fromfile(entry.path, dtype=kind, count=math.prod(shape), offset=entry.offset)
-        if values.size != math.prod(shape):
-            raise ModelError(f"{entry.path}: {name} is cut short")
-        return Stored(values.reshape(shape), dtype)
+        return entry
+
+
+def _load(entry: _Entry, kind: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    values = np.fromfile(entry.path, dtype=kind, count=math.prod(entry.shape), offset=entry.offset)
+    if values.size != math.prod(entry.shape):
+        raise ModelError(f"{entry.path}: {name} is cut short")
+    return values.reshape(entry.shape)
+
+
+def e4m3_values() -> npt.NDArray[np.float32]:
+    """What each of the 256 bytes stands for: sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinity, and NaN
+    where all but the sign are ones (OCP FP8, E4M3)."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    magnitude[(byte & 127) == 127] = np.nan
+    return np.where(byte & 128, -magnitude, magnitude).astype(np.float32)
+
+
+def _dequantised(stored: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    values = e4m3_values()[stored]
+    for i, row in enumerate(scales):
+        wide = np.repeat(row, FP8_BLOCK)[: values.shape[1]]
+        values[i * FP8_BLOCK : (i + 1) * FP8_BLOCK] *= wide
+    return values
 
 
 def _files(directory: Path) -> list[Path]:

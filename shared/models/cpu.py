@@ -6,7 +6,7 @@ A row's results do not depend on the rows beside it, bit by bit: see native/kern
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,9 @@ from shared.layout import KvLayout
 from shared.models import _kernels
 from shared.models.attention import BatchRow
 from shared.models.config import ModelConfig
-from shared.models.rope import rope_table
+from shared.models.latent import LATENT_NORM_EPS
+from shared.models.network import Branch
+from shared.models.rope_table import rope_table
 
 Floats = npt.NDArray[np.float32]
 
@@ -36,11 +38,16 @@ class Workspace:
 
 
 class CpuNorm:
-    def __init__(self, context: _kernels.Context, workspace: Workspace, weight: Floats, eps: float) -> None:
+    """`name`: of the array for results."""
+
+    def __init__(
+        self, context: _kernels.Context, workspace: Workspace, weight: Floats, eps: float, name: str = "norm"
+    ) -> None:
         self._context, self._workspace, self._weight, self._eps = context, workspace, weight, eps
+        self._name = name
 
     def __call__(self, x: Floats) -> Floats:
-        out = self._workspace.floats("norm", *x.shape)
+        out = self._workspace.floats(self._name, *x.shape)
         _kernels.rms_norm(self._context, x, self._weight, self._eps, out)
         return out
 
@@ -61,11 +68,24 @@ class CpuProjection:
         self.linear.run(self._context, x, residual, add=True)
 
 
-class HeadNorms:
-    """Weights `[head_dim]` of a layer's norms over the heads of q and k."""
+class NormedBranch:
+    """residual += norm(f(x))."""
 
-    def __init__(self, q: Floats, k: Floats) -> None:
-        self.q, self.k = q, k
+    def __init__(self, workspace: Workspace, branch: Branch[Floats], norm: CpuNorm) -> None:
+        self._workspace, self._branch, self._norm = workspace, branch, norm
+
+    def add(self, x: Floats, residual: Floats) -> None:
+        sums = self._workspace.floats("branch", *residual.shape)
+        sums[:] = 0.0
+        self._branch.add(x, sums)
+        residual += self._norm(sums)
+
+
+class HeadNorms(NamedTuple):
+    """Weights of a layer's norms over the heads of q and k, `[head_dim]`; that of a latent k `[rank]`. None: no norm."""
+
+    q: Floats | None
+    k: Floats | None
 
 
 class CpuAttention:
@@ -77,15 +97,17 @@ class CpuAttention:
         workspace: Workspace,
         config: ModelConfig,
         cache: CpuCache,
-        head_norms: Sequence[HeadNorms] | None,
+        head_norms: Sequence[HeadNorms],
     ) -> None:
         self._context, self._workspace, self._cache, self._heads = context, workspace, cache.view, config.heads
-        self._scale = config.head_dim**-0.5
-        self._width = config.heads * config.head_dim
-        table = rope_table(config.rope, config.head_dim, min(config.max_positions, cache.tokens))
-        norms = [(n.q, n.k) for n in head_norms] if head_norms else [(None, None)] * config.layers
-        self._rotary = [_kernels.Rotary(table, q, k, config.norm_eps) for q, k in norms]
-        self._positions = table.shape[0]
+        self._scale, self._windows = config.score_scale, _windows(config)
+        self._width = config.heads * (config.latent.rank if config.latent else config.head_dim)
+        self._positions = min(config.max_positions, cache.tokens)
+        tables = _rope_tables(config, self._positions)
+        eps = LATENT_NORM_EPS if config.latent else config.norm_eps
+        self._rotary = [
+            _kernels.Rotary(table, norms.q, norms.k, eps) for table, norms in zip(tables, head_norms, strict=True)
+        ]
         self._batch: _kernels.Batch | None = None
 
     @property
@@ -111,7 +133,9 @@ class CpuAttention:
 
     def attend(self, layer: int, qkv: Floats) -> Floats:
         out = self._workspace.floats("attention", qkv.shape[0], self._width)
-        self._cache.attend(self._context, self._planned(), layer, self._heads, self._scale, qkv, out)
+        self._cache.attend(
+            self._context, self._planned(), layer, self._heads, self._scale, qkv, out, window=self._windows[layer]
+        )
         return out
 
     def _planned(self) -> _kernels.Batch:
@@ -120,11 +144,35 @@ class CpuAttention:
         return self._batch
 
 
+def _windows(config: ModelConfig) -> list[int]:
+    """Of each layer; 0: it sees all."""
+    window = config.window
+    return [window.tokens if local else 0 for local in window.layers] if window else [0] * config.layers
+
+
+def _rope_tables(config: ModelConfig, positions: int) -> list[Floats]:
+    """Of each layer; layers that rotate alike share one."""
+    rotated = config.latent.rotated_dim if config.latent else config.head_dim
+    table = rope_table(config.rope, rotated, positions)
+    if config.window is None:
+        return [table] * config.layers
+    local = rope_table(config.window.rope, rotated, positions)
+    return [local if windowed else table for windowed in config.window.layers]
+
+
 class CpuCache:
     """The KV region `memory`, `layout.region_bytes(num_pages)` bytes of uint8, as the kernels see it."""
 
-    def __init__(self, layout: KvLayout, num_pages: int, memory: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, layout: KvLayout, num_pages: int, memory: npt.NDArray[np.uint8], rank: int = 0) -> None:
+        """`rank`: of a latent cache's c."""
         self.tokens = num_pages * layout.page_size
         self.view = _kernels.Cache(
-            memory, layout.num_layers, num_pages, layout.num_kv_heads, layout.page_size, layout.head_dim, layout.dtype
+            memory,
+            layout.num_layers,
+            num_pages,
+            layout.num_kv_heads,
+            layout.page_size,
+            layout.head_dim,
+            layout.dtype,
+            rank,
         )

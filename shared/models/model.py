@@ -18,6 +18,7 @@ from shared.models.config import ModelConfig, WeightsDtype, load_config
 from shared.models.cpu import CpuAttention, CpuCache, Floats, Workspace
 from shared.models.loader import Loader
 from shared.models.sampling import sample
+from shared.models.weights import Weights
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +44,13 @@ class Model:
         dtype: WeightsDtype = self.config.dtype if options.weights_dtype == "auto" else options.weights_dtype
         self._context = _kernels.Context(options.threads, options.isa)
         self._workspace = Workspace()
-        loader = Loader(self.config, Checkpoint(directory), self._context, self._workspace, dtype)
+        weights = Weights(Checkpoint(directory), self._context, dtype)
+        loader = Loader(self.config, weights, self._context, self._workspace)
         self._embedding = loader.embedding()
         self._network = loader.network(self._embedding, with_head=options.purpose != "prefill")
-        cache = CpuCache(layout, num_pages, kv)
+        cache = CpuCache(layout, num_pages, kv, self.config.latent.rank if self.config.latent else 0)
         self._attention = CpuAttention(self._context, self._workspace, self.config, cache, loader.head_norms())
-        self.weights_bytes = loader.weights_bytes
+        self.weights_bytes = weights.bytes
 
     @property
     def attention_name(self) -> str:
@@ -87,6 +89,8 @@ class Model:
         self._attention.plan(rows)
         x = self._workspace.floats("hidden", tokens.size, self.config.hidden)
         self._embedding.embed(self._context, tokens.astype(np.int32), x)
+        if self.config.embedding_scale != 1.0:
+            x *= np.float32(self.config.embedding_scale)
         self._network.run(x, self._attention, after_attention, fill_only=fill_only)
         return x
 

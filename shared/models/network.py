@@ -1,4 +1,4 @@
-"""The decoder-only transformer that Llama and Qwen3 share, over modules that a device provides."""
+"""The decoder-only transformer that all architectures share, over modules that a device provides."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from shared.models.attention import Attention
 
 A = TypeVar("A")
+A_contra = TypeVar("A_contra", contravariant=True)
 
 
 class Norm(Protocol[A]):
@@ -21,26 +22,37 @@ class Projection(Protocol[A]):
         """W x + b for each row. The result is valid until the next call of this projection."""
         ...
 
-    def add(self, x: A, residual: A) -> None:
-        """residual += W x + b, in place."""
+
+class Branch(Protocol[A_contra]):
+    def add(self, x: A_contra, residual: A_contra) -> None:
+        """residual += f(x), in place."""
         ...
 
 
+class Dense(Generic[A]):
+    """A feed-forward. `gate_up` is fused: activation(gate x) * (up x)."""
+
+    def __init__(self, gate_up: Projection[A], down: Branch[A]) -> None:
+        self.gate_up, self.down = gate_up, down
+
+    def add(self, x: A, residual: A) -> None:
+        self.down.add(self.gate_up(x), residual)
+
+
 class Block(Generic[A]):
-    """One layer. `gate_up` is the fused SwiGLU: silu(gate x) * (up x). q, k and v are one projection."""
+    """One layer. q, k and v are one projection."""
 
     def __init__(
         self,
         *,
         attention_norm: Norm[A],
         qkv: Projection[A],
-        out: Projection[A],
+        out: Branch[A],
         mlp_norm: Norm[A],
-        gate_up: Projection[A],
-        down: Projection[A],
+        mlp: Branch[A],
     ) -> None:
         self.attention_norm, self.qkv, self.out = attention_norm, qkv, out
-        self.mlp_norm, self.gate_up, self.down = mlp_norm, gate_up, down
+        self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def keep(self, layer: int, x: A, attention: Attention[A]) -> A:
         """K and V of x's tokens into the cache; returns the rotated q, k, v."""
@@ -52,7 +64,7 @@ class Block(Generic[A]):
         self.out.add(attention.attend(layer, qkv), x)
 
     def feed_forward(self, x: A) -> None:
-        self.down.add(self.gate_up(self.mlp_norm(x)), x)
+        self.mlp.add(self.mlp_norm(x), x)
 
 
 class Network(Generic[A]):

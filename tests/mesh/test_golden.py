@@ -16,7 +16,7 @@ PAGE_SIZES = [4, 16]
 CHUNKS = [7, 32]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=random_models.KINDS)
 def directory(request, tmp_path_factory):
     return random_models.save(request.param, tmp_path_factory.mktemp(request.param))
 

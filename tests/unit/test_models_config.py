@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from shared.errors import ModelError
 from shared.models.checkpoint import Checkpoint
-from shared.models.config import Rope, load_config
+from shared.models.config import load_config
 from shared.models.digest import model_digest
-from shared.models.rope import frequencies, rope_table
+from shared.models.rope import Rope
+from shared.models.rope_table import frequencies, rope_table
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,11 +76,13 @@ def test_both_spellings_of_rope(tmp_path):
 
 
 REFUSED = [
-    ("architectures", ["MistralForCausalLM"], "LlamaForCausalLM or Qwen3ForCausalLM"),
+    ("architectures", ["MistralForCausalLM"], "LlamaForCausalLM or Qwen2ForCausalLM"),
     ("architectures", None, "LlamaForCausalLM or"),
     ("hidden_act", "gelu", "silu"),
     ("quantization_config", {"bits": 4}, "float32, bfloat16"),
-    ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "default, linear and llama3"),
+    ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}, "default, linear, llama3 and yarn"),
+    ("rope_scaling", "yarn", "an object"),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size [128, 128]"),
     ("torch_dtype", "float8_e4m3fn", "float32, bfloat16"),
     ("layer_types", ["sliding_attention"] * 3, "full_attention"),
     ("partial_rotary_factor", 0.5, "1.0"),
@@ -101,6 +105,109 @@ def test_refused_with_field_value_and_what_is_supported(tmp_path, field, value, 
     assert field in text or (field, "dtype" in text) == ("torch_dtype", True)
     assert supported in text
     assert "config.json" in text
+
+
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+}
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
+REFUSED_OF = [
+    (QWEN_MOE, "num_experts_per_tok", 9, "at most 8"),
+    (QWEN_MOE, "mlp_only_layers", ["x"], "list"),
+    (QWEN_MOE, "norm_topk_prob", 1, "true or false"),
+    (DEEPSEEK, "attention_bias", True, "False"),
+    (DEEPSEEK, "scoring_func", "softmax", "sigmoid"),
+    (DEEPSEEK, "topk_method", "greedy", "noaux_tc"),
+    (DEEPSEEK, "moe_layer_freq", 2, "1"),
+    (DEEPSEEK, "n_group", 3, "divisor of the 8"),
+    (DEEPSEEK, "topk_group", 5, "n_group=4"),
+    (DEEPSEEK, "num_experts_per_tok", 5, "at most 4"),
+    (DEEPSEEK, "qk_rope_head_dim", 7, "even"),
+    (DEEPSEEK, "first_k_dense_replace", -1, "0 or more"),
+    (GEMMA, "final_logit_softcapping", 30.0, "None"),
+    (GEMMA, "use_bidirectional_attention", True, "False"),
+    (GEMMA, "hidden_activation", "gelu", "gelu_pytorch_tanh"),
+    (GEMMA, "layer_types", ["full_attention"], "each of 3 layers"),
+    (GEMMA, "layer_types", ["chunked_attention"] * 3, "sliding_attention"),
+]
+
+
+@pytest.mark.parametrize(("base", "field", "value", "supported"), REFUSED_OF)
+def test_refused_of_an_architecture(tmp_path, base, field, value, supported):
+    write(tmp_path, **base)
+    with pytest.raises(ModelError) as caught:
+        write(tmp_path, **base | {field: value})
+    assert f"{field}={value!r}" in str(caught.value)
+    assert supported in str(caught.value)
+
+
+def test_qwen2_has_biases_on_q_k_and_v_alone(tmp_path):
+    config = write(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert (config.qkv_bias, config.out_bias, config.mlp_bias) == (True, False, False)
+
+
+def test_qwen_experts(tmp_path):
+    experts = write(tmp_path, **QWEN_MOE, decoder_sparse_step=2).experts
+    assert experts.sparse == [False, True, False]
+    assert write(tmp_path, **QWEN_MOE, mlp_only_layers=[0, 2]).experts == experts
+    assert (experts.count, experts.per_token, experts.sigmoid, experts.groups) == (8, 2, False, 1)
+    assert write(tmp_path, **QWEN_MOE | {"num_experts": None}, num_local_experts=4).experts.count == 4
+
+
+def test_a_latent_is_cached_once(tmp_path):
+    config = write(tmp_path, **DEEPSEEK)
+    assert config.experts.sparse == [False, True, True]
+    assert config.experts.shared_intermediate == 64
+    layout = config.layout(page_size=16, dtype="bfloat16")
+    assert (layout.kind, layout.num_kv_heads, layout.head_dim) == ("mla", 1, 40)
+    assert layout.page_bytes == 16 * 40 * 2
+    assert layout.region_bytes(5) == 3 * 5 * layout.page_bytes
+    assert layout.digest() != msgspec.structs.replace(layout, kind="gqa").digest()
+
+
+def test_yarn(tmp_path):
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    config = write(tmp_path, **DEEPSEEK, rope_scaling=yarn)
+    once = 0.1 * np.log(40) + 1
+    assert config.rope.table_scale == 1.0
+    assert config.score_scale == pytest.approx(24**-0.5 * once**2)
+    assert write(tmp_path, **DEEPSEEK, rope_scaling=yarn | {"mscale": 0}).rope.table_scale == pytest.approx(once)
+    assert write(tmp_path, **DEEPSEEK, rope_scaling=yarn | {"attention_factor": 1.5}).rope.table_scale == 1.5
+
+
+def test_gemma_windows(tmp_path):
+    old = write(tmp_path, **GEMMA, sliding_window_pattern=2, rope_local_base_freq=5e3, rope_theta=None)
+    assert old.window.layers == [True, False, True]
+    assert (old.window.rope.theta, old.rope.theta, old.tied_embeddings) == (5e3, 1e6, True)
+    parameters = {"sliding_attention": {"rope_theta": 5e3}, "full_attention": {"rope_theta": 1e6}}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    new = write(tmp_path, **GEMMA, layer_types=kinds, rope_parameters=parameters)
+    assert new == old
 
 
 def test_sliding_window_that_is_used_is_refused(tmp_path):

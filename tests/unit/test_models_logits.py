@@ -33,6 +33,24 @@ VARIANTS = {
     "qwen3-untied": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": {**random_models.YARN, "mscale": None, "mscale_all_dim": None}}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3-moe", {}),
+    "qwen3-moe-every-second": ("qwen3-moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": False}),
+    "qwen3-moe-all-experts": ("qwen3-moe", {"num_experts_per_tok": 6}),
+    "deepseek": ("deepseek-v3", {}),
+    "deepseek-one-query-matrix": ("deepseek-v3", {"q_lora_rank": None}),
+    "deepseek-not-interleaved": ("deepseek-v3", {"rope_interleave": False}),
+    "deepseek-plain-rope": ("deepseek-v3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "deepseek-one-mscale": ("deepseek-v3", {"rope_parameters": {**random_models.YARN, "mscale": None}}),
+    "deepseek-raw-weights": ("deepseek-v3", {"norm_topk_prob": False, "routed_scaling_factor": 0.5}),
+    "deepseek-two-shared": ("deepseek-v3", {"n_shared_experts": 2, "n_group": 1, "topk_group": 1}),
+    "deepseek-all-dense": ("deepseek-v3", {"first_k_dense_replace": 3}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-untied": ("gemma3", {"tie_word_embeddings": False}),
+    "gemma3-pattern": ("gemma3", {"layer_types": None, "sliding_window_pattern": 2, "sliding_window": 1}),
+    "gemma3-wide-window": ("gemma3", {"sliding_window": 100, "query_pre_attn_scalar": 16}),
 }
 LENGTH = 150
 TOKENS = np.random.default_rng(0).integers(0, 160, LENGTH).tolist()
@@ -85,6 +103,16 @@ def test_bfloat16_weights_are_float32_weights_that_were_rounded(tmp_path):
     assert Whole(source, WholeConfig()).model.weights_bytes == 2 * whole.model.weights_bytes
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe", "deepseek-v3", "gemma3"])
+def test_bfloat16_checkpoints_stay_bfloat16(kind, tmp_path):
+    source = random_models.save(kind, tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "rounded")
+    whole = Whole(tmp_path / "rounded", WholeConfig())
+    assert relative_error(logits_of(whole, TOKENS), expected_logits(tmp_path / "rounded", TOKENS)) < 1e-4
+    assert whole.model.weights_bytes < 0.6 * Whole(source, WholeConfig()).model.weights_bytes
+
+
 def test_float16_in_shards_is_held_exactly(tmp_path):
     source = random_models.save("llama", tmp_path / "source")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
@@ -101,7 +129,7 @@ def test_a_bfloat16_cache_is_close(tmp_path):
     assert 1e-4 < abs(got - expected).mean() / expected.std() < 0.05
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=random_models.KINDS)
 def directory(request, tmp_path_factory):
     return random_models.save(request.param, tmp_path_factory.mktemp(request.param))
 

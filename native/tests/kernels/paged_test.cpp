@@ -31,8 +31,9 @@ void constant_values(Isa isa, const CacheShape& shape, int group) {
         for (size_t i = 0; i < qkv.size(); ++i)
             qkv[i] = static_cast<int>(i % width) < (heads + shape.heads) * shape.dim ? uniform(random) : 0.5f;
         for (int layer = 0; layer < shape.layers; ++layer) {
-            append(context, cache, batch, layer, heads, {rotary.data(), tokens, nullptr, nullptr, 1e-6f}, qkv.data());
-            attend(context, cache, batch, layer, heads, 1.0f, qkv.data(), out.data());
+            append(context, cache, batch, layer, heads, {rotary.data(), tokens, shape.dim, nullptr, nullptr, 1e-6f},
+                   qkv.data());
+            attend(context, cache, batch, layer, Query{heads, 1.0f, 0}, qkv.data(), out.data());
             for (float value : out) CHECK(std::abs(value - 0.5f) < 1e-5f);
         }
     }
