@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -105,12 +106,25 @@ def save(kind: str, directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     return directory
 
 
-def save_served(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A Llama with a tokenizer and a chat template: all that a router, too, needs."""
+def save_served(directory: Path, *, kind: str = "llama", seed: int = 0, **changes: Any) -> Path:
+    """One with a tokenizer and a chat template: all that a router, too, needs."""
     tokenizer = byte_level()
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    save("llama", directory, seed=seed, **{"vocab_size": size, "eos_token_id": END, "bos_token_id": BOS, **changes})
+    save(kind, directory, seed=seed, **{"vocab_size": size, "eos_token_id": END, "bos_token_id": BOS, **changes})
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
+
+
+def main() -> None:
+    """A small model to serve: `python -m tests.random_models deepseek-v3 DIRECTORY`."""
+    parser = argparse.ArgumentParser(prog="tests.random_models", description=main.__doc__)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    print(save_served(arguments.directory, kind=arguments.kind))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,10 +17,15 @@ std::vector<float> numbers(int64_t count, uint32_t seed) {
     return values;
 }
 
+double activated(Gate gate, double x) {
+    if (gate == Gate::silu) return x / (1 + std::exp(-x));
+    return x / 2 * (1 + std::tanh(std::sqrt(2 / 3.141592653589793) * (x + 0.044715 * x * x * x)));
+}
+
 // Buffers are exactly as large as they must be, so that AddressSanitizer sees a read or write past them.
-void products(Context& context, int outputs, int inputs, WeightType type, bool gated) {
+void products(Context& context, int outputs, int inputs, WeightType type, Gate gate) {
     auto weights = numbers(int64_t{outputs} * inputs, 1);
-    Linear linear(context, outputs, inputs, type, gated);
+    Linear linear(context, outputs, inputs, type, gate);
     linear.fill(0, outputs, weights.data(), SourceType::f32);
     std::vector<float> used(inputs), bias = numbers(outputs, 2);
     linear.fill_bias(0, outputs, bias.data());
@@ -37,7 +42,7 @@ void products(Context& context, int outputs, int inputs, WeightType type, bool g
                     return sum;
                 };
                 double expected = value(o);
-                if (gated) expected = expected / (1 + std::exp(-expected)) * value(o + linear.results());
+                if (linear.gated()) expected = activated(gate, expected) * value(o + linear.results());
                 CHECK(std::abs(out[int64_t{r} * linear.results() + o] - expected) < 1e-4);
             }
     }
@@ -51,10 +56,10 @@ int main() {
         for (int threads : {1, 3}) {
             Context context(threads, isa);
             for (WeightType type : {WeightType::f32, WeightType::bf16})
-                for (bool gated : {false, true}) {
-                    products(context, 70, 33, type, gated);
-                    products(context, 32, 16, type, gated);
-                    products(context, 2, 1, type, gated);
+                for (Gate gate : {Gate::none, Gate::silu, Gate::gelu}) {
+                    products(context, 70, 33, type, gate);
+                    products(context, 32, 16, type, gate);
+                    products(context, 2, 1, type, gate);
                 }
         }
     }
