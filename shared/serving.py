@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import config, lifecycle
 from shared.config import InstanceSettings
-from shared.errors import BusError, ConfigError
+from shared.errors import BusError, ConfigError, FabricUnavailable
 from shared.instance import Announcer, Instance
 from shared.messages import Load, Role
 from shared.opening import open_instance
@@ -36,6 +36,9 @@ class Service(Protocol):
 
 
 S = TypeVar("S", bound=InstanceSettings)
+
+FABRIC_LOOK_S = 1.0
+"""Seconds between two looks at whether the fabric's provider hangs."""
 
 MakeService = Callable[[Instance, S, CollectorRegistry, asyncio.TaskGroup], Service]
 
@@ -86,6 +89,7 @@ async def serve(role: Role, settings: S, stop: asyncio.Event, make: MakeService[
                 await taking.wait()
                 tasks.create_task(announcer.run())
                 tasks.create_task(_watch_executor(instance))
+                tasks.create_task(_watch_fabric(instance))
                 print_ready(instance, url)
                 await stop.wait()
                 await announcer.change("draining")
@@ -124,6 +128,13 @@ def print_ready(instance: Instance, url: str) -> None:
 async def _watch_executor(instance: Instance) -> None:
     """Raises `ExecutorDied` as soon as the executor is no more, also while nothing runs."""
     await instance.executor.died()
+
+
+async def _watch_fabric(instance: Instance) -> None:
+    """Raises `FabricUnavailable` where the provider hangs: the process is of no use then, and another one is."""
+    while not instance.fabric.stuck:
+        await asyncio.sleep(FABRIC_LOOK_S)
+    raise FabricUnavailable(f"the provider {instance.fabric.provider} hangs")
 
 
 async def _say_left(instance: Instance, announcer: Announcer) -> None:

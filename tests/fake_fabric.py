@@ -99,6 +99,7 @@ class FakeFabric:
     """All fabrics of one `network` reach one another by address."""
 
     provider = "fake"
+    stuck = False
 
     def __init__(self, identity: int, network: dict[bytes, FakeFabric]) -> None:
         self.identity = identity

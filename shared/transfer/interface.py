@@ -132,6 +132,11 @@ class Fabric(Protocol):
         of work, for a fenced peer is let in again only with one from after its fence."""
         ...
 
+    @property
+    def stuck(self) -> bool:
+        """The provider hangs (shm can, when a peer dies inside it): nothing will be written any more by this process."""
+        ...
+
     def register(self, fd: int, length: int) -> MemoryRegion:
         """Maps `length` bytes of a memfd and registers them. The descriptor is not kept."""
         ...
