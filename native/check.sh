@@ -4,6 +4,8 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 jobs=${JOBS:-2}
+# Debian's libfabric links a library that otherwise takes over the signals and writes backtraces into the working directory.
+export IPATH_NO_BACKTRACE=1
 export ASAN_OPTIONS="detect_stack_use_after_return=1:halt_on_error=1"
 export LSAN_OPTIONS="suppressions=$root/native/tests/lsan.supp:print_suppressions=0"
 export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1"

@@ -132,9 +132,10 @@ async def _watch_executor(instance: Instance) -> None:
 
 async def _watch_fabric(instance: Instance) -> None:
     """Raises `FabricUnavailable` where the provider hangs: the process is of no use then, and another one is."""
-    while not instance.fabric.stuck:
+    while True:
         await asyncio.sleep(FABRIC_LOOK_S)
-    raise FabricUnavailable(f"the provider {instance.fabric.provider} hangs")
+        if instance.fabric.stuck:
+            raise FabricUnavailable(f"the provider {instance.fabric.provider} hangs")
 
 
 async def _say_left(instance: Instance, announcer: Announcer) -> None:
