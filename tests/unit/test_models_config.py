@@ -200,6 +200,30 @@ def test_yarn(tmp_path):
     assert write(tmp_path, **DEEPSEEK, rope_scaling=yarn | {"attention_factor": 1.5}).rope.table_scale == 1.5
 
 
+def test_a_deepseek_config_as_it_is_published(tmp_path):
+    yarn = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    published = {
+        "num_key_value_heads": 4,
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": False,
+        "q_lora_rank": 24,
+        "quantization_config": blocks,
+        "rope_scaling": {**yarn, "original_max_position_embeddings": 4096},
+    }
+    config = write(tmp_path, **DEEPSEEK | published)
+    assert config.latent.interleaved
+    assert (config.latent.q_rank, config.latent.cached_dim, config.latent.query_dim) == (24, 40, 24)
+    assert (config.experts.scale, config.experts.groups, config.experts.top_groups) == (2.5, 4, 2)
+    assert config.dtype == "bfloat16"
+
+
 def test_gemma_windows(tmp_path):
     old = write(tmp_path, **GEMMA, sliding_window_pattern=2, rope_local_base_freq=5e3, rope_theta=None)
     assert old.window.layers == [True, False, True]

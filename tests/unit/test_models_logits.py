@@ -140,6 +140,16 @@ def boundary_lengths(page: int, chunk: int) -> list[int]:
     return sorted({1, 2} | {edge + 1 + d for edge in edges for d in (-1, 0, 1)})
 
 
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_decoded_and_chunked_logits_equal_transformers(directory, chunk):
+    """Of latent attention this is the absorbed form beside transformers' own, which expands every latent to all heads."""
+    whole = Whole(directory, WholeConfig(page_size=16))
+    (pages,) = whole.page_tables([LENGTH])
+    cuts = range(0, LENGTH, chunk)
+    got = [whole.model.all_logits([Row(tokens=TOKENS[i : i + chunk], start=i, pages=pages)]) for i in cuts]
+    assert relative_error(np.concatenate(got), expected_logits(directory, TOKENS)) < 1e-4
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("page", "chunk"), [(1, 3), (16, 16), (64, 7), (5, 64)])
 def test_chunks_pages_and_mates_change_no_bit(directory, page, chunk, kv_dtype):
