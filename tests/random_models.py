@@ -62,12 +62,13 @@ DEEPSEEK_V3 = {
 }
 
 GEMMA3 = {
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "query_pre_attn_scalar": 24,
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-"""Layers of both kinds, and a window that is no multiple of a page."""
+"""Layers of both kinds, a window that is no multiple of a page, and a head that is not tied as it is in the published
+ones: with its scaled embedding such a small model would say its last token again and again."""
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),

@@ -149,7 +149,7 @@ def _deepseek(config: ModelConfig, raw: Fields) -> ModelConfig:
 def _gemma(config: ModelConfig, raw: Fields) -> ModelConfig:
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         raw.one_of(field, None, None)
-    raw.one_of("use_bidirectional_attention", False, False, None)
+    raw.one_of("use_bidirectional_attention", False, False)
     return msgspec.structs.replace(
         config,
         head_norms=True,

@@ -42,7 +42,7 @@ class Fields:
 
     def count(self, field: str, default: int) -> int:
         """A whole number that may be 0."""
-        value = self.values.get(field, default)
+        value = self.values[field] if self.has(field) else default
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.refuse(field, value, "a whole number, 0 or more")
         return value
@@ -72,7 +72,7 @@ class Fields:
 
     def one_of(self, field: str, default: object, *supported: object) -> None:
         """Refuses any other value."""
-        value = self.values.get(field, default)
+        value = self.values[field] if self.has(field) else default
         if value not in supported:
             raise self.refuse(field, value, " or ".join(str(s) for s in supported))
 

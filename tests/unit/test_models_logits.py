@@ -48,7 +48,7 @@ VARIANTS = {
     "deepseek-two-shared": ("deepseek-v3", {"n_shared_experts": 2, "n_group": 1, "topk_group": 1}),
     "deepseek-all-dense": ("deepseek-v3", {"first_k_dense_replace": 3}),
     "gemma3": ("gemma3", {}),
-    "gemma3-untied": ("gemma3", {"tie_word_embeddings": False}),
+    "gemma3-tied": ("gemma3", {"tie_word_embeddings": True}),
     "gemma3-pattern": ("gemma3", {"layer_types": None, "sliding_window_pattern": 2, "sliding_window": 1}),
     "gemma3-wide-window": ("gemma3", {"sliding_window": 100, "query_pre_attn_scalar": 16}),
 }
