@@ -7,6 +7,7 @@ the router cancelled, the deadline passed). Whichever comes first decides; clean
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from services.decode.sequence import Sequence
 from shared.errors import AttemptFailed
 from shared.messages import Announce, Emit, InstanceRef
 from shared.messenger.receiver import Incoming
+from shared.telemetry import traces
 
 
 class Cancelled(Exception):
@@ -26,7 +28,8 @@ class Cancelled(Exception):
 
 @dataclass(eq=False)
 class Attempt:
-    """`ready_ns` is 0 until its KV is here; from then on the running batch has it. Times are CLOCK_MONOTONIC."""
+    """`ready_ns` is 0 until its KV is here; from then on the running batch has it. `first_ns` is 0 until its first token.
+    Times are CLOCK_MONOTONIC."""
 
     sequence: Sequence
     prefiller: Announce | None
@@ -35,6 +38,7 @@ class Attempt:
     incoming: Incoming | None = None
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ready_ns: int = 0
+    first_ns: int = 0
 
     @property
     def id(self) -> str:
@@ -103,6 +107,10 @@ class Attempts:
         """It is no more. Idempotent. Its pages are not freed here."""
         if self._by_id.pop(attempt.id, None) is not None:
             self._metrics.attempts.labels(outcome).inc()
+            if attempt.first_ns:
+                attributes: traces.Attributes = {"kvmesh.tokens": attempt.sequence.emitted, "kvmesh.outcome": outcome}
+                now = time.monotonic_ns()
+                traces.record("decode.stream", attempt.context, attempt.first_ns, now, attributes=attributes)
         if not self._by_id:
             self.idle.set()
 

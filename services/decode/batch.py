@@ -137,6 +137,7 @@ class Batch:
             self._attempts.finish(attempt, outcome.finish)
 
     def _timing(self, attempt: Attempt, done: StepDone) -> Timing:
+        attempt.first_ns = done.end_ns
         traces.record("decode.first_step", attempt.context, done.begin_ns, done.end_ns)
         moved = plan.kv_bytes(self._instance.layout, attempt.sequence.prompt_tokens)
         return Timing(

@@ -32,6 +32,7 @@ from shared.messages import (
     ToDecoder,
 )
 from shared.messenger.receiver import KvReceiver
+from shared.telemetry import traces
 
 LAST_WORDS_S = 1.0
 """How long a decoder that leaves waits for the attempts that it has failed to say so."""
@@ -144,7 +145,7 @@ class DecodeService:
 
     def _admit(self, generate: Generate, message: Message[ToDecoder]) -> RefusedReply | None:
         """Reserves the pages and arms the counter; only then the prefiller is asked, by the attempt's own task."""
-        prompt = len(generate.tokens)
+        prompt, began_ns = len(generate.tokens), time.monotonic_ns()
         self._pool.reserve(generate.attempt, admission.pages_at_admission(self._instance.layout, prompt))
         attempt = Attempt(Sequence.of(generate, self._now()), generate.prefiller, message.context, time.monotonic_ns())
         if generate.prefiller is not None and prompt > 1:
@@ -153,6 +154,7 @@ class DecodeService:
             except Refused as refused:
                 self._pool.release(generate.attempt)
                 return RefusedReply(attempt=generate.attempt, code="busy", reason=refused.reason, retryable=True)
+        traces.record("decode.admission", message.context, began_ns, time.monotonic_ns())
         self._attempts.add(attempt)
         self._outbox.greet(generate.router, self._now())
         if attempt.incoming is None:

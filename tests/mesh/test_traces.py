@@ -17,7 +17,9 @@ SPANS = {
     "router.request",
     "router.queue",
     "router.attempt",
+    "decode.admission",
     "decode.wait_kv",
+    "decode.stream",
     "decode.first_step",
     "prefill.queue",
     "prefill.chunk",
@@ -57,6 +59,9 @@ async def test_a_request_is_one_trace_with_its_layers_and_bytes(served_directory
     assert all(span.parent_id == transfer.span_id for span in layers)
     wait, first = by_name["decode.wait_kv"][0], by_name["decode.first_step"][0]
     assert wait.end_ns <= first.end_ns
+    stream = by_name["decode.stream"][0]
+    assert first.end_ns <= stream.begin_ns + 1000
+    assert (stream.attributes["kvmesh.tokens"], stream.attributes["kvmesh.outcome"]) == (4, "length")
     assert not any(span.failed for span in spans)
 
 
