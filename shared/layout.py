@@ -29,10 +29,20 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["gqa", "mla"] = "gqa"
 
     @property
+    def parts(self) -> int:
+        """A page is so many parts, one after another, each `[head][token][dim]`: K and V, or the latents. A range of heads is
+        one contiguous run in each. With `head_bytes` this is all that anybody needs to know of the order inside a page."""
+        return 2 if self.kind == "gqa" else 1
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one part of a page."""
+        return self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer, K and V."""
-        parts = 2 if self.kind == "gqa" else 1
-        return parts * self.num_kv_heads * self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.parts * self.num_kv_heads * self.head_bytes
 
     @property
     def token_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """Which pages go when, and how many writes that makes: the arithmetic both sides of a transfer must agree on.
 
 The last token of a prompt is not prefilled: a prompt of n tokens has n - 1 tokens of KV to move. A page is written once a
-layer, with the chunk that fills it, or with the prompt's last chunk when it stays part-filled; so the number of writes does
-not depend on how the prompt was cut into chunks.
+layer, in as many runs as the two shardings ask for (one, where both sides have one rank), with the chunk that fills it, or
+with the prompt's last chunk when it stays part-filled; so the number of writes does not depend on how the prompt was cut into
+chunks.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ def prefill_tokens(prompt_tokens: int) -> int:
     return max(prompt_tokens - 1, 0)
 
 
-def expected_writes(layout: KvLayout, prompt_tokens: int) -> int:
-    """Writes that an attempt's counter is armed with: pages x layers, and the tail. 0 where nothing is prefilled."""
+def expected_writes(layout: KvLayout, prompt_tokens: int, runs: int) -> int:
+    """Writes that an attempt's counter is armed with: pages x layers x `runs`, and the tail. `runs` are those of one page over
+    all ranks (`shared.kv.shards.runs`). 0 where nothing is prefilled."""
     tokens = prefill_tokens(prompt_tokens)
-    return layout.pages_for(tokens) * layout.num_layers + 1 if tokens else 0
+    return layout.pages_for(tokens) * layout.num_layers * runs + 1 if tokens else 0
 
 
 def pages_of_chunk(start: int, end: int, total: int, page_size: int) -> range:

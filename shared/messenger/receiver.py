@@ -67,7 +67,7 @@ class KvReceiver:
         if slot is None:
             raise Refused(f"{self._slots.count} attempts already wait for their KV")
         tokens = plan.prefill_tokens(prompt_tokens)
-        writes = plan.expected_writes(self._layout, prompt_tokens)
+        writes = plan.expected_writes(self._layout, prompt_tokens, 1)
         expected = tail.Tail(attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), writes)
         self._tails[slot.tail_offset : slot.tail_offset + tail.SLOT_BYTES] = bytes(tail.SLOT_BYTES)
         arrival = self._fabric.expect(slot.immediate, writes)

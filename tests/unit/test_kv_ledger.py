@@ -99,7 +99,7 @@ def test_every_page_is_written_once_however_the_prompt_is_cut(prompt, page_size,
         written.extend(plan.pages_of_chunk(start, end, total, page_size))
         start, i = end, i + 1
     assert written == list(range(layout.pages_for(total)))
-    assert plan.expected_writes(layout, prompt) == (len(written) * 3 + 1 if total else 0)
+    assert plan.expected_writes(layout, prompt, 1) == (len(written) * 3 + 1 if total else 0)
 
 
 GOOD = tail.Tail("00112233445566778899aabbccddeeff", 7, 10, 1, 31)
