@@ -83,7 +83,14 @@ async def provider_runner(provider: str) -> AsyncIterator[Runner]:
             async def run(page_bytes: int, seconds: float) -> float:
                 pages = list(range(ARENA // page_bytes))
                 geometry = PageGeometry(
-                    page_bytes=page_bytes, source_layer_stride=0, target_layer_stride=0, num_layers=1
+                    run_bytes=page_bytes,
+                    source_offset=0,
+                    target_offset=0,
+                    source_page_stride=page_bytes,
+                    target_page_stride=page_bytes,
+                    source_layer_stride=0,
+                    target_layer_stride=0,
+                    num_layers=1,
                 )
                 # Batches of about 32 MiB, two of them always under way.
                 batch = min(len(pages), max(64, (128 << 20) // page_bytes))

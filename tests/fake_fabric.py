@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shared.errors import FabricError, PeerLost, PeerUnreachable, TransferCancelled
+from shared.errors import FabricError, PeerLost, PeerUnreachable, RemoteAccessError, TransferCancelled
 from shared.transfer.interface import LayerTiming, PagedWrite, TransferReport
 
 
@@ -95,6 +95,13 @@ class FakeWatcher:
         pass
 
 
+def _require_inside(side: str, region: FakeRegion, begin: int, offset: int, page_stride: int, size: int) -> None:
+    if begin + size > region.length:
+        raise RemoteAccessError(f"the write ends past its {side} region of {region.length} bytes")
+    if offset + size > page_stride:
+        raise RemoteAccessError(f"the run ends past its {side} page of {page_stride} bytes")
+
+
 class FakeFabric:
     """All fabrics of one `network` reach one another by address."""
 
@@ -148,19 +155,22 @@ class FakeFabric:
 
     def write_pages(self, write: PagedWrite) -> FakeTransfer:
         geometry, peer = write.geometry, write.peer
+        size, there = geometry.run_bytes, peer.fabric.regions[write.target]
         writes = []
         for layer in range(geometry.num_layers):
             for source_page, target_page in zip(write.source_pages, write.target_pages, strict=True):
-                a = layer * geometry.source_layer_stride + source_page * geometry.page_bytes
-                b = layer * geometry.target_layer_stride + target_page * geometry.page_bytes
+                a = layer * geometry.source_layer_stride + source_page * geometry.source_page_stride
+                b = layer * geometry.target_layer_stride + target_page * geometry.target_page_stride
+                a, b = a + geometry.source_offset, b + geometry.target_offset
+                _require_inside("source", write.source, a, geometry.source_offset, geometry.source_page_stride, size)
+                _require_inside("target", there, b, geometry.target_offset, geometry.target_page_stride, size)
 
                 def land(a: int = a, b: int = b) -> None:
-                    there = peer.fabric.regions[write.target].memory
-                    there[b : b + geometry.page_bytes] = write.source.memory[a : a + geometry.page_bytes]
+                    there.memory[b : b + size] = write.source.memory[a : a + size]
                     peer.fabric.arrivals[write.immediate].count()
 
                 writes.append(land)
-        return self._track(FakeTransfer(writes, len(writes) * geometry.page_bytes))
+        return self._track(FakeTransfer(writes, len(writes) * size))
 
     def watch(self, counter_fd: int) -> FakeWatcher:
         return FakeWatcher(self)

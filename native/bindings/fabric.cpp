@@ -23,30 +23,11 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 std::string from_bytes(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-// What Python passes for one paged write; becomes a WritePlan.
+// What Python passes for one paged write.
 struct PagedWrite {
     uint64_t lane;
-    std::shared_ptr<Region> source;
-    RemoteRegion target;
-    std::vector<uint32_t> source_pages, target_pages;
-    uint64_t page_bytes, source_layer_stride, target_layer_stride;
-    uint32_t num_layers;
-    uint32_t immediate;
+    WritePlan plan;
     double timeout_s;
-
-    WritePlan plan() const {
-        WritePlan plan;
-        plan.source = source;
-        plan.target = target;
-        plan.source_pages = source_pages;
-        plan.target_pages = target_pages;
-        plan.page_bytes = page_bytes;
-        plan.source_layer_stride = source_layer_stride;
-        plan.target_layer_stride = target_layer_stride;
-        plan.num_layers = num_layers;
-        plan.immediate = immediate;
-        return plan;
-    }
 };
 
 std::unique_ptr<Fabric> open_fabric(const std::string& provider, const std::string& host,
@@ -63,9 +44,11 @@ uint64_t write_bytes(Fabric& fabric, uint64_t lane, std::shared_ptr<Region> sour
     plan.target = RemoteRegion::decode(from_bytes(target));
     plan.source_pages = {0};
     plan.target_pages = {0};
-    plan.page_bytes = length;
+    plan.run_bytes = length;
     plan.source_offset = source_offset;
     plan.target_offset = target_offset;
+    plan.source_page_stride = plan.source->length();  // The region is one page.
+    plan.target_page_stride = plan.target.length;
     plan.num_layers = 1;
     plan.immediate = immediate;
     return fabric.write(lane, std::move(plan), timeout_s);
@@ -74,7 +57,7 @@ uint64_t write_bytes(Fabric& fabric, uint64_t lane, std::shared_ptr<Region> sour
 std::vector<uint64_t> arm(Fabric& fabric, LayerWatcher& watcher, uint64_t first,
                           const std::vector<PagedWrite*>& writes) {
     std::vector<std::tuple<uint64_t, WritePlan, double>> plans;
-    for (const PagedWrite* write : writes) plans.emplace_back(write->lane, write->plan(), write->timeout_s);
+    for (const PagedWrite* write : writes) plans.emplace_back(write->lane, write->plan, write->timeout_s);
     return fabric.arm(watcher, first, std::move(plans));
 }
 
@@ -123,23 +106,28 @@ void bind_values(nb::module_& module) {
         .def(
             "__init__",
             [](PagedWrite* self, uint64_t lane, std::shared_ptr<Region> source, std::vector<uint32_t> source_pages,
-               const nb::bytes& target, std::vector<uint32_t> target_pages, uint64_t page_bytes,
+               const nb::bytes& target, std::vector<uint32_t> target_pages, uint64_t run_bytes, uint64_t source_offset,
+               uint64_t target_offset, uint64_t source_page_stride, uint64_t target_page_stride,
                uint64_t source_layer_stride, uint64_t target_layer_stride, uint32_t num_layers, uint32_t immediate,
                double timeout_s) {
-                RemoteRegion remote = RemoteRegion::decode(from_bytes(target));
-                new (self) PagedWrite{lane,
-                                      std::move(source),
-                                      std::move(remote),
-                                      std::move(source_pages),
-                                      std::move(target_pages),
-                                      page_bytes,
-                                      source_layer_stride,
-                                      target_layer_stride,
-                                      num_layers,
-                                      immediate,
-                                      timeout_s};
+                WritePlan plan;
+                plan.source = std::move(source);
+                plan.target = RemoteRegion::decode(from_bytes(target));
+                plan.source_pages = std::move(source_pages);
+                plan.target_pages = std::move(target_pages);
+                plan.run_bytes = run_bytes;
+                plan.source_offset = source_offset;
+                plan.target_offset = target_offset;
+                plan.source_page_stride = source_page_stride;
+                plan.target_page_stride = target_page_stride;
+                plan.source_layer_stride = source_layer_stride;
+                plan.target_layer_stride = target_layer_stride;
+                plan.num_layers = num_layers;
+                plan.immediate = immediate;
+                new (self) PagedWrite{lane, std::move(plan), timeout_s};
             },
-            nb::kw_only(), "lane"_a, "source"_a, "source_pages"_a, "target"_a, "target_pages"_a, "page_bytes"_a,
+            nb::kw_only(), "lane"_a, "source"_a, "source_pages"_a, "target"_a, "target_pages"_a, "run_bytes"_a,
+            "source_offset"_a, "target_offset"_a, "source_page_stride"_a, "target_page_stride"_a,
             "source_layer_stride"_a, "target_layer_stride"_a, "num_layers"_a, "immediate"_a, "timeout_s"_a);
     nb::class_<LayerWatcher>(module, "LayerWatcher")
         .def("disarm", &LayerWatcher::disarm)
@@ -176,7 +164,7 @@ void bind_fabric(nb::module_& module) {
         .def(
             "write_pages",
             [](Fabric& fabric, const PagedWrite& write) {
-                return fabric.write(write.lane, write.plan(), write.timeout_s);
+                return fabric.write(write.lane, write.plan, write.timeout_s);
             },
             "write"_a)
         .def("cancel", &Fabric::cancel, "token"_a)

@@ -286,11 +286,11 @@ bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
 
 long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write) {
     const WritePlan& plan = transfer.plan();
-    iovec local{write.source, plan.page_bytes};
+    iovec local{write.source, plan.run_bytes};
     void* descriptor = local_descriptor(*plan.source);
-    fi_rma_iov remote{write.target, plan.page_bytes, plan.target.nics.front().key};
+    fi_rma_iov remote{write.target, plan.run_bytes, plan.target.nics.front().key};
     // An immediate alone names no memory, so that no key is needed and no range can be wrong.
-    size_t pieces = plan.page_bytes > 0 ? 1 : 0;
+    size_t pieces = plan.run_bytes > 0 ? 1 : 0;
     fi_msg_rma message{};
     message.msg_iov = &local;
     message.desc = &descriptor;
@@ -300,7 +300,7 @@ long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write
     message.rma_iov_count = pieces;
     message.context = &slot.context;
     message.data = plan.immediate;
-    uint64_t flags = slot.confirms ? nic_.provider().completion_flags(plan.page_bytes) : 0;
+    uint64_t flags = slot.confirms ? nic_.provider().completion_flags(plan.run_bytes) : 0;
     return fi_writemsg(endpoint_object_.get(), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION | flags);
 }
 

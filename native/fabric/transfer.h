@@ -11,22 +11,24 @@
 
 namespace kvmesh::fabric {
 
-// What to write: page source_pages[i] to target_pages[i] in every layer, one write and one immediate each. Byte
-// arithmetic as in `shared.transfer.interface.PageGeometry`, each side shifted by its offset.
+// What to write: the run of page source_pages[i] to that of target_pages[i] in every layer, one write and one immediate
+// each. Byte arithmetic as in `shared.transfer.interface.PageGeometry`.
 struct WritePlan {
     std::shared_ptr<Region> source;
     RemoteRegion target;
     std::vector<uint32_t> source_pages;
     std::vector<uint32_t> target_pages;
-    uint64_t page_bytes = 0;
-    uint64_t source_offset = 0;
+    uint64_t run_bytes = 0;
+    uint64_t source_offset = 0;  // of the run in its page
     uint64_t target_offset = 0;
+    uint64_t source_page_stride = 0;
+    uint64_t target_page_stride = 0;
     uint64_t source_layer_stride = 0;
     uint64_t target_layer_stride = 0;
     uint32_t num_layers = 0;
     uint32_t immediate = 0;
 
-    // Throws SetupError (refused) where a page would lie outside of either region.
+    // Throws SetupError (refused) where a run would lie outside of its page or a page outside of either region.
     void validate() const;
     bool empty() const { return num_layers == 0 || source_pages.empty(); }
 };

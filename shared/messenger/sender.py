@@ -97,7 +97,11 @@ class KvSender:
         if slot is None:
             raise MeshError(f"more than {self._slots.count} attempts are being sent")
         geometry = PageGeometry(
-            page_bytes=self._layout.page_bytes,
+            run_bytes=self._layout.page_bytes,
+            source_offset=0,
+            target_offset=0,
+            source_page_stride=self._layout.page_bytes,
+            target_page_stride=self._layout.page_bytes,
             source_layer_stride=self._layout.layer_stride(self._num_pages),
             target_layer_stride=self._layout.layer_stride(prefill.num_pages),
             num_layers=self._layout.num_layers,

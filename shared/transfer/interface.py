@@ -17,10 +17,15 @@ from shared.errors import FabricError
 
 
 class PageGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Byte arithmetic of paged writes. Page p of layer l lies at `l * layer_stride + p * page_bytes` on each side, the
-    layer strides differing where the pools' sizes differ."""
+    """Byte arithmetic of paged writes. Page p of layer l begins at `l * layer_stride + p * page_stride` on each side, and what
+    is written of it is one run: `run_bytes` from `offset` in the page, which must end within the page. The layer strides
+    differ where the pools' sizes do, page strides and offsets where the two sides' shards do."""
 
-    page_bytes: int
+    run_bytes: int
+    source_offset: int
+    target_offset: int
+    source_page_stride: int
+    target_page_stride: int
     source_layer_stride: int
     target_layer_stride: int
     num_layers: int
@@ -109,7 +114,8 @@ class LayerWatcher(Protocol):
 
 
 class PagedWrite(msgspec.Struct, frozen=True, kw_only=True):
-    """source_pages[i] → target_pages[i] in every layer, one write and one immediate each."""
+    """The geometry's run of source_pages[i] → that of target_pages[i], in every layer, one write and one immediate each.
+    A run past its page or its region is refused with `RemoteAccessError` before anything is written."""
 
     peer: Peer
     source: MemoryRegion

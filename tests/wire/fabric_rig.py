@@ -77,8 +77,13 @@ def paged(
     target_stride: int = 0,
     timeout_s: float = DEADLINE_S,
 ) -> PagedWrite:
+    """Whole pages, as large on the one side as on the other."""
     geometry = PageGeometry(
-        page_bytes=page_bytes,
+        run_bytes=page_bytes,
+        source_offset=0,
+        target_offset=0,
+        source_page_stride=page_bytes,
+        target_page_stride=page_bytes,
         source_layer_stride=source_stride,
         target_layer_stride=target_stride,
         num_layers=layers,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 
+import msgspec
 import pytest
 
 from shared.errors import FabricError, RemoteAccessError
+from shared.transfer.handles import Connection
+from shared.transfer.interface import PagedWrite, PageGeometry
 from tests.wire.fabric_rig import DEADLINE_S, PROVIDERS, Memory, open_fabric, other_process, paged
 
 pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
@@ -77,6 +80,76 @@ async def test_pages_land_where_the_geometry_says(provider: str) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await arrival.wait()
         assert target.bytes[:] == bytes(expected)
+
+
+HALVES = PageGeometry(
+    run_bytes=40,
+    source_offset=24,
+    target_offset=72,
+    source_page_stride=64,
+    target_page_stride=128,
+    source_layer_stride=3 * 64,
+    target_layer_stride=5 * 128,
+    num_layers=2,
+)
+"""40 bytes from the 24th of a page of 64 to the 72nd of one of 128."""
+
+
+def run_of(
+    peer: Connection, source: Memory, target: Memory, pairs: list[tuple[int, int]], **changes: int
+) -> PagedWrite:
+    return PagedWrite(
+        peer=peer,
+        source=source.region,
+        source_pages=[page for page, _ in pairs],
+        target=target.descriptor,
+        target_pages=[page for _, page in pairs],
+        geometry=msgspec.structs.replace(HALVES, **changes),
+        immediate=1,
+        timeout_s=DEADLINE_S,
+    )
+
+
+async def test_a_run_of_a_page_lands_in_a_page_of_another_size(provider: str) -> None:
+    pairs = [(2, 0), (0, 4), (1, 1)]
+    async with open_fabric(provider) as here, open_fabric(provider) as there:
+        source, target = Memory(here, 4096), Memory(there, 4096)
+        content, expected = source.fill_random(), bytearray(target.fill_random())
+        for layer in range(HALVES.num_layers):
+            for s, t in pairs:
+                begin, into = layer * 3 * 64 + s * 64 + 24, layer * 5 * 128 + t * 128 + 72
+                expected[into : into + 40] = content[begin : begin + 40]
+        peer = await here.connect(there.address, timeout_s=DEADLINE_S)
+        arrival = there.expect(1, 2 * len(pairs))
+        report = await here.write_pages(run_of(peer, source, target, pairs)).wait()
+        assert (report.writes, report.bytes) == (6, 240)
+        async with asyncio.timeout(DEADLINE_S):
+            await arrival.wait()
+        assert target.bytes[:] == bytes(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"source_offset": 25}, "run ends past its source page of 64 bytes"),
+        ({"target_offset": 89}, "run ends past its target page of 128 bytes"),
+        ({"run_bytes": 41}, "run ends past its source page of 64 bytes"),
+        ({"source_offset": 2**64 - 1}, "write ends past its source region"),
+        ({"target_offset": 2**64 - 1}, "write ends past its target region"),
+        ({"source_page_stride": 2**64 - 1}, "write ends past its source region"),
+        ({"target_page_stride": 4096}, "write ends past its target region"),
+        ({"target_layer_stride": 4096}, "write ends past its target region"),
+    ],
+)
+async def test_a_run_outside_of_its_page_or_region_is_refused(
+    provider: str, changes: dict[str, int], says: str
+) -> None:
+    async with open_fabric(provider) as here, open_fabric(provider) as there:
+        source, target = Memory(here, 4096), Memory(there, 4096)
+        peer = await here.connect(there.address, timeout_s=DEADLINE_S)
+        with pytest.raises(RemoteAccessError, match=says):
+            here.write_pages(run_of(peer, source, target, [(1, 1)], **changes))
+        assert here.stats().posted == 0
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 4095, 4096, 4097, 65537, 3_000_001])

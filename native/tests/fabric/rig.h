@@ -75,7 +75,7 @@ inline WritePlan plan(const Memory& source, const Memory& target, uint32_t pages
     plan.source_pages.resize(pages);
     std::iota(plan.source_pages.begin(), plan.source_pages.end(), 0);
     plan.target_pages = plan.source_pages;
-    plan.page_bytes = page_bytes;
+    plan.run_bytes = plan.source_page_stride = plan.target_page_stride = page_bytes;
     plan.source_layer_stride = plan.target_layer_stride = pages * page_bytes;
     plan.num_layers = layers;
     plan.immediate = immediate;

@@ -74,6 +74,22 @@ void plans() {
     wraps.source_layer_stride = ~0ULL;
     wraps.num_layers = ~0U;
     CHECK_THROWS(SetupError, wraps.validate());
+    WritePlan half = good;  // the second half of a source page to the first of one of twice its size
+    half.run_bytes = half.source_offset = 2048;
+    half.target_page_stride = 8192;
+    half.target_pages = {0, 1, 2, 3, 0, 1, 2, 3};
+    half.validate();
+    half.target_offset = 8192 - 2048;
+    half.validate();
+    ++half.target_offset;  // past the last page, which is the region's end too
+    CHECK_THROWS(SetupError, half.validate());
+    half.target_pages = {0, 1, 2, 0, 1, 2, 0, 1};  // past a page only
+    CHECK_THROWS(SetupError, half.validate());
+    half.target_offset = ~0ULL;
+    CHECK_THROWS(SetupError, half.validate());
+    half.target_offset = 0;
+    ++half.source_offset;
+    CHECK_THROWS(SetupError, half.validate());
     WritePlan uneven = good;
     uneven.target_pages.pop_back();
     CHECK_THROWS(SetupError, uneven.validate());
