@@ -33,8 +33,14 @@ class Instance:
     pool: PagePool
     executor: StepRunner
     fabric: interface.Fabric
-    region: interface.MemoryRegion
+    regions: list[interface.MemoryRegion]
+    """One a rank, each of the rank's heads of all of the pool's pages."""
     bus: Bus
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel."""
+        return len(self.regions)
 
     @property
     def endpoint(self) -> FabricEndpoint:
@@ -96,6 +102,7 @@ class Announcer:
             max_batch=self._max_batch,
             load=self._load(),
             http=self._http,
+            tp=instance.tp,
         )
 
     async def _on_discover(self, _: Message[Discover]) -> None:

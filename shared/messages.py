@@ -17,7 +17,7 @@ Role = Literal["prefill", "decode"]
 State = Literal["ready", "draining", "left"]
 FinishReason = Literal["stop", "length"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these structs. A different one in an `Announce` is never paired."""
 
 
@@ -69,12 +69,15 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     model: ModelIdentity
     layout: KvLayout
+    """The whole model's, whatever `tp` is."""
     fabric: FabricEndpoint
     max_batch: int
     """Most requests that run at once (decode) or wait in the queue (prefill)."""
     load: Load
     http: str
     """Base URL of this instance's own /health, /ready and /metrics."""
+    tp: int = 1
+    """Tensor parallel: ranks that share the KV heads (`shared.kv.shards`)."""
     protocol: int = PROTOCOL
 
 
@@ -143,8 +146,9 @@ class TailSlot(msgspec.Struct, frozen=True):
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Decoder → prefiller, request/reply (`Accepted` | `RefusedReply`): compute tokens[:-1] and write their KV.
 
-    The decoder has reserved `pages` and armed `immediate` before it sends this. Page i of the prompt goes to `pages[i]`,
-    once for each layer, each write carrying `immediate`; then the tail, with the same immediate.
+    The decoder has reserved `pages` and armed `immediate` before it sends this. Page i of the prompt goes to `pages[i]` of every
+    rank, once for each layer and each run of the two shardings (`shared.kv.shards.runs`), each write carrying `immediate`; then
+    the tail, once, with the same immediate.
     """
 
     attempt: str
@@ -152,15 +156,21 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decoder: InstanceRef
     fabric: FabricEndpoint
     layout: KvLayout
+    """The whole model's."""
     num_pages: int
-    """Pages in the decoder's region: with the layout it gives the region's strides."""
-    region: bytes
-    """Descriptor of the decoder's KV region."""
+    """Pages in each of the decoder's regions: with the layout of a rank it gives the region's strides."""
+    regions: list[bytes]
+    """Descriptors of the decoder's KV regions, one a rank."""
     pages: list[int]
     immediate: int
     tail: TailSlot
     tokens: list[int]
     budget_s: float
+
+    @property
+    def tp(self) -> int:
+        """The decoder's tensor parallel."""
+        return len(self.regions)
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):

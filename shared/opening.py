@@ -65,5 +65,5 @@ async def open_instance(role: Role, settings: InstanceSettings, threads: int) ->
         region = fabric.register(executor.kv_fd, executor.kv_bytes)
         stack.callback(region.close)
         yield Instance(
-            role, ref, settings, identity, layout, PagePool(pool_pages(settings)), executor, fabric, region, bus
+            role, ref, settings, identity, layout, PagePool(pool_pages(settings)), executor, fabric, [region], bus
         )

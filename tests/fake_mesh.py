@@ -16,6 +16,7 @@ from shared import subjects
 from shared.bus import Bus, Message
 from shared.layout import KvLayout
 from shared.messages import (
+    PROTOCOL,
     Accepted,
     Announce,
     CancelGenerate,
@@ -52,7 +53,8 @@ def announcement(
     layout: KvLayout = LAYOUT,
     max_batch: int = 8,
     load: Load | None = None,
-    protocol: int = 1,
+    tp: int = 1,
+    protocol: int = PROTOCOL,
 ) -> Announce:
     return Announce(
         role=role,
@@ -64,6 +66,7 @@ def announcement(
         max_batch=max_batch,
         load=load or Load(free_pages=1000, total_pages=1000),
         http="http://127.0.0.1:1",
+        tp=tp,
         protocol=protocol,
     )
 

@@ -232,7 +232,7 @@ class Mesh:
             PagePool(pages),
             executor,
             fabric,
-            region,
+            [region],
             await self.bus(settings.name),
         )
         started: asyncio.Future[tuple[Any, Announcer]] = asyncio.get_running_loop().create_future()

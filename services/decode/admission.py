@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
+from shared.kv.shards import fit
 from shared.layout import KvLayout
 from shared.messages import Announce, Generate, InstanceRef, ModelIdentity, RefusedReply
 
@@ -17,6 +18,7 @@ class Capacity:
     me: InstanceRef
     model: ModelIdentity
     layout: KvLayout
+    tp: int
     total_pages: int
     free_pages: int
     waiting: int
@@ -70,6 +72,10 @@ def _mismatch(prefiller: Announce | None, prompt: int, now: Capacity) -> str | N
         return "no prefiller is named, and the prompt has more than one token" if prompt > 1 else None
     if prefiller.layout != now.layout:
         return f"layout differs: prefiller has {prefiller.layout}, decoder has {now.layout}"
+    if not fit(now.layout.num_kv_heads, prefiller.tp, now.tp):
+        return (
+            f"tp does not fit: prefiller has {prefiller.tp}, decoder has {now.tp}, {now.layout.num_kv_heads} KV heads"
+        )
     if prefiller.model.digest != now.model.digest:
         return f"model differs: prefiller has {prefiller.model.digest}, decoder has {now.model.digest}"
     return None

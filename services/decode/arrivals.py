@@ -113,7 +113,7 @@ class Arrivals:
             fabric=self._instance.endpoint,
             layout=layout,
             num_pages=pool.num_pages,
-            region=self._instance.region.descriptor,
+            regions=[region.descriptor for region in self._instance.regions],
             pages=pool.pages(attempt.id)[: layout.pages_for(len(sequence.tokens) - 1)],
             immediate=incoming.slot.immediate,
             tail=self._receiver.tail_slot(incoming),
@@ -130,7 +130,7 @@ class Arrivals:
 
     def _note(self, attempt: Attempt) -> None:
         attempt.ready_ns = time.monotonic_ns()
-        size = plan.kv_bytes(self._instance.layout, attempt.sequence.prompt_tokens)
+        size = plan.kv_bytes(self._instance.layout, attempt.sequence.prompt_tokens, self._instance.tp)
         self._metrics.kv_wait.observe((attempt.ready_ns - attempt.admitted_ns) / 1e9)
         self._metrics.kv_bytes.inc(size)
         attributes = {"kvmesh.bytes": size}

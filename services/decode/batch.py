@@ -139,7 +139,7 @@ class Batch:
     def _timing(self, attempt: Attempt, done: StepDone) -> Timing:
         attempt.first_ns = done.end_ns
         traces.record("decode.first_step", attempt.context, done.begin_ns, done.end_ns)
-        moved = plan.kv_bytes(self._instance.layout, attempt.sequence.prompt_tokens)
+        moved = plan.kv_bytes(self._instance.layout, attempt.sequence.prompt_tokens, self._instance.tp)
         return Timing(
             admitted_to_ready_s=(attempt.ready_ns - attempt.admitted_ns) / 1e9,
             first_step_s=(done.end_ns - done.begin_ns) / 1e9,

@@ -60,6 +60,7 @@ class DecodeService:
         self._receiver = KvReceiver(
             instance.fabric,
             instance.layout,
+            instance.tp,
             instance.pool,
             max_incoming=4 * settings.max_waiting,
             quarantine_s=settings.quarantine_s,
@@ -150,7 +151,7 @@ class DecodeService:
         attempt = Attempt(Sequence.of(generate, self._now()), generate.prefiller, message.context, time.monotonic_ns())
         if generate.prefiller is not None and prompt > 1:
             try:
-                attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller.instance, prompt)
+                attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller, prompt)
             except Refused as refused:
                 self._pool.release(generate.attempt)
                 return RefusedReply(attempt=generate.attempt, code="busy", reason=refused.reason, retryable=True)
@@ -199,6 +200,7 @@ class DecodeService:
             me=self._instance.ref,
             model=self._instance.identity,
             layout=self._instance.layout,
+            tp=self._instance.tp,
             total_pages=self._pool.num_pages,
             free_pages=self._pool.free,
             waiting=self._waiting(),

@@ -21,6 +21,7 @@ from shared.engine.pages import pack_pages
 from shared.engine.protocol import Row, Step, StepDone
 from shared.errors import AttemptFailed, BusError, EngineError, FabricError, KvmeshError, MeshError, StepFailed
 from shared.instance import Instance
+from shared.kv.shards import fit
 from shared.messages import Accepted, CancelPrefill, Drained, Load, Prefill, RefusedReply, Reply, ToPrefiller
 from shared.messenger import sender
 from shared.messenger.sender import KvSender
@@ -46,7 +47,7 @@ class PrefillService:
         self._scheduler = PrefillScheduler(instance.pool, instance.layout.page_size, chunk_tokens=settings.chunk_tokens)
         self.sender = KvSender(
             instance.fabric,
-            instance.region,
+            instance.regions,
             instance.executor.counter_fd,
             instance.layout,
             instance.pool.num_pages,
@@ -144,6 +145,9 @@ class PrefillService:
             return no("duplicate", "an attempt with this id is already here", retryable=False)
         if prefill.layout != layout:
             return no("mismatch", f"layout differs: prefiller has {layout}, decoder has {prefill.layout}")
+        if not fit(layout.num_kv_heads, self._instance.tp, prefill.tp):
+            ranks = f"prefiller has {self._instance.tp}, decoder has {prefill.tp}"
+            return no("mismatch", f"tp does not fit: {ranks}, {layout.num_kv_heads} KV heads")
         if not job.total or len(prefill.pages) != pages or len(prefill.tokens) > self._instance.identity.max_positions:
             reason = f"{len(prefill.tokens)} tokens and {len(prefill.pages)} pages do not fit together"
             return no("invalid", reason, retryable=False)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.router.registry import Instance, Kind
+from services.router.registry import Instance, Kind, fitting_kinds
 from services.router.tally import NOTHING, Share
 from shared.messages import InstanceRef
 
@@ -74,17 +74,17 @@ def choose(
         return _alone(decoders, need, now)
     if not prefillers:
         return NoPair("no prefill instance is ready")
-    kinds = {known.kind for known in decoders} & {known.kind for known in prefillers}
+    kinds = fitting_kinds(decoders, prefillers)
     if not kinds:
         return NoPair("no prefill and decode instance fit together")
     pairs = [
         found
-        for kind in kinds
-        if (found := _best_pair(_of(decoders, kind), _of(prefillers, kind), need, now)) is not None
+        for fed, feeding in kinds
+        if (found := _best_pair(_of(decoders, fed), _of(prefillers, feeding), need, now)) is not None
     ]
     if pairs:
         return min(pairs, key=lambda found: found[0])[1]
-    fitting = [known for known in (*decoders, *prefillers) if known.kind in kinds]
+    fitting = [known for fed, feeding in kinds for known in (*_of(decoders, fed), *_of(prefillers, feeding))]
     return _no_room(fitting, need)
 
 

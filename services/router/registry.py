@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Literal
+
+import msgspec
 
 from services.router.tally import Tally
 from shared.errors import PairMismatch
+from shared.kv.shards import fit
 from shared.layout import KvLayout
 from shared.messages import PROTOCOL, Announce, InstanceRef, Load, ModelIdentity, Role
 
@@ -20,8 +24,19 @@ log = logging.getLogger(__name__)
 _RETIRED = 256
 """How many ended incarnations are remembered, so that their late messages bring nothing back."""
 
-Kind = tuple[int, str, KvLayout]
-"""Protocol, model digest, layout: instances work together exactly where these are equal."""
+
+class Kind(msgspec.Struct, frozen=True):
+    """What decides with whom an instance works: where protocol, model digest and layout are equal and the shardings fit."""
+
+    protocol: int
+    model: str
+    layout: KvLayout
+    tp: int
+
+    def feeds(self, decoder: Kind) -> bool:
+        """Whether a prefiller of this kind works with a decoder of that."""
+        same = (self.protocol, self.model, self.layout) == (decoder.protocol, decoder.model, decoder.layout)
+        return same and fit(self.layout.num_kv_heads, self.tp, decoder.tp)
 
 
 class Instance:
@@ -72,7 +87,13 @@ class Instance:
 
 
 def kind_of(announce: Announce) -> Kind:
-    return (announce.protocol, announce.model.digest, announce.layout)
+    return Kind(announce.protocol, announce.model.digest, announce.layout, announce.tp)
+
+
+def fitting_kinds(decoders: Sequence[Instance], prefillers: Sequence[Instance]) -> list[tuple[Kind, Kind]]:
+    """Each (decoders', prefillers') pair of kinds that work together."""
+    feeding = {known.kind for known in prefillers}
+    return [(fed, kind) for fed in {known.kind for known in decoders} for kind in feeding if kind.feeds(fed)]
 
 
 class Registry:
@@ -179,8 +200,7 @@ class Registry:
 
     def missing(self) -> str | None:
         """Why there is no working pair; None where there is one."""
-        kinds = {known.kind for known in self.prefillers}
-        if any(known.kind in kinds for known in self.decoders):
+        if fitting_kinds(self.decoders, self.prefillers):
             return None
         if self.prefillers and self.decoders:
             return "no prefill and decode instance fit together: " + "; ".join(self.mismatches())
@@ -233,6 +253,9 @@ def mismatch_of(prefiller: Announce, decoder: Announce) -> PairMismatch | None:
         ours, theirs = getattr(prefiller.layout, field), getattr(decoder.layout, field)
         if ours != theirs:
             return PairMismatch(f"layout.{field}", ours, theirs)
+    heads = decoder.layout.num_kv_heads
+    if not fit(heads, prefiller.tp, decoder.tp):
+        return PairMismatch("tp", *(f"{tp} for {heads} KV heads" for tp in (prefiller.tp, decoder.tp)))
     return None
 
 

@@ -8,6 +8,7 @@ chunks.
 
 from __future__ import annotations
 
+from shared.kv.shards import shard_layout
 from shared.layout import KvLayout
 
 
@@ -29,6 +30,7 @@ def pages_of_chunk(start: int, end: int, total: int, page_size: int) -> range:
     return range(start // page_size, last)
 
 
-def kv_bytes(layout: KvLayout, prompt_tokens: int) -> int:
-    """Bytes that are written for a prompt, without the tail: whole pages, all layers."""
-    return layout.pages_for(prefill_tokens(prompt_tokens)) * layout.num_layers * layout.page_bytes
+def kv_bytes(layout: KvLayout, prompt_tokens: int, tp: int) -> int:
+    """Bytes that are written for a prompt to a target of `tp` ranks, without the tail: whole pages, all layers, all replicas."""
+    pages = layout.pages_for(prefill_tokens(prompt_tokens))
+    return pages * layout.num_layers * tp * shard_layout(layout, tp).page_bytes

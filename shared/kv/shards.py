@@ -46,6 +46,12 @@ def heads_of(num_kv_heads: int, tp: int, rank: int) -> range:
     return range(first, first + max(1, num_kv_heads // tp))
 
 
+def holders_of(num_kv_heads: int, tp: int, head: int) -> range:
+    """The ranks that hold a KV head: one, or a replica set."""
+    first = head * tp // num_kv_heads
+    return range(first, first + max(1, tp // num_kv_heads))
+
+
 def shard_layout(layout: KvLayout, tp: int) -> KvLayout:
     """The layout of one rank's pages, the same for every rank; `layout` is the whole model's. Raises `ValueError` as
     `check_sharding`."""
@@ -74,7 +80,7 @@ def runs(layout: KvLayout, source_tp: int, target_tp: int, attempt: str) -> list
 def _draw_source(num_kv_heads: int, source_tp: int, wanted: range, head: int, attempt: str) -> int:
     """The same for every rank of the replica set that wants these heads. A digest, and not `random`, whose draws may change from
     one version of Python to another."""
-    holders = [rank for rank in range(source_tp) if head in heads_of(num_kv_heads, source_tp, rank)]
+    holders = holders_of(num_kv_heads, source_tp, head)
     drawn = hashlib.blake2b(f"{attempt} {wanted.start} {head}".encode(), digest_size=8).digest()
     return holders[int.from_bytes(drawn, "big") % len(holders)]
 

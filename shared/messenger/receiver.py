@@ -15,11 +15,11 @@ import os
 from collections.abc import Awaitable, Callable
 
 from shared.errors import BusError, NobodyListens, Refused
-from shared.kv import plan, tail
+from shared.kv import plan, shards, tail
 from shared.kv.ledger import PagePool
 from shared.kv.slots import Slot, SlotPool
 from shared.layout import KvLayout
-from shared.messages import InstanceRef, TailSlot
+from shared.messages import Announce, InstanceRef, TailSlot
 from shared.transfer.interface import Arrival, Fabric
 
 AskDrained = Callable[["Incoming", str], Awaitable[None]]
@@ -44,10 +44,11 @@ class KvReceiver:
     """Owns the tail region, the slots and the armed counters; pages are the pool's, the fabric its caller's."""
 
     def __init__(
-        self, fabric: Fabric, layout: KvLayout, pool: PagePool, *, max_incoming: int, quarantine_s: float
+        self, fabric: Fabric, layout: KvLayout, tp: int, pool: PagePool, *, max_incoming: int, quarantine_s: float
     ) -> None:
         self._fabric = fabric
         self._layout = layout
+        self._tp = tp
         self._pool = pool
         self.quarantine_s = quarantine_s
         self._slots = SlotPool(max_incoming)
@@ -60,18 +61,19 @@ class KvReceiver:
         finally:
             os.close(fd)
 
-    def expect(self, attempt: str, prefiller: InstanceRef, prompt_tokens: int) -> Incoming:
-        """Arms the attempt's counter; its pages are already reserved. Raises `Refused` when no slot is free.
-        Nothing may be sent to the prefiller before this."""
+    def expect(self, attempt: str, prefiller: Announce, prompt_tokens: int) -> Incoming:
+        """Arms the attempt's counter with the writes that the two shardings make; its pages are already reserved. Raises
+        `Refused` when no slot is free. Nothing may be sent to the prefiller before this."""
         slot = self._slots.take()
         if slot is None:
             raise Refused(f"{self._slots.count} attempts already wait for their KV")
         tokens = plan.prefill_tokens(prompt_tokens)
-        writes = plan.expected_writes(self._layout, prompt_tokens, 1)
+        runs = shards.runs(self._layout, prefiller.tp, self._tp, attempt)
+        writes = plan.expected_writes(self._layout, prompt_tokens, len(runs))
         expected = tail.Tail(attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), writes)
         self._tails[slot.tail_offset : slot.tail_offset + tail.SLOT_BYTES] = bytes(tail.SLOT_BYTES)
         arrival = self._fabric.expect(slot.immediate, writes)
-        incoming = Incoming(attempt, prefiller, slot, arrival, expected)
+        incoming = Incoming(attempt, prefiller.instance, slot, arrival, expected)
         self._incoming[attempt] = incoming
         self._pool.mark(attempt, "in_transit", 0, self._layout.pages_for(tokens))
         return incoming

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import FabricError, MeshError
-from shared.kv import plan, tail
+from shared.kv import plan, shards, tail
 from shared.kv.slots import Slot, SlotPool
 from shared.layout import KvLayout
 from shared.messages import Prefill
 from shared.transfer.interface import (
     Fabric,
+    LayerTiming,
     LayerWatcher,
     MemoryRegion,
     PagedWrite,
@@ -29,16 +30,25 @@ from shared.transfer.interface import (
 )
 
 
+class Run(msgspec.Struct, frozen=True):
+    """What one source rank writes to one target rank of every page, in one run."""
+
+    source: MemoryRegion
+    target: bytes
+    geometry: PageGeometry
+
+
 class Outgoing:
     """One attempt's KV on its way out. `source_pages[i]` holds the same tokens as the decoder's `prefill.pages[i]`."""
 
-    def __init__(self, prefill: Prefill, peer: Peer, slot: Slot, geometry: PageGeometry) -> None:
+    def __init__(self, prefill: Prefill, peer: Peer, slot: Slot, runs: Sequence[Run]) -> None:
         self.prefill = prefill
         self.peer = peer
         self.slot = slot
         self.holds_slot = True
-        self.geometry = geometry
+        self.runs = runs
         self.transfers: list[Transfer] = []
+        """One a run for each chunk, in order; then the tail's."""
         self.writes = 0
 
 
@@ -51,7 +61,7 @@ class ChunkPart(msgspec.Struct, frozen=True):
 
 
 class SentReport(msgspec.Struct, frozen=True):
-    """All of an attempt's transfers: one a chunk, then the tail."""
+    """What of an attempt was transferred: a report a chunk, over all ranks, then the tail's."""
 
     chunks: list[TransferReport]
     tail: TransferReport
@@ -62,12 +72,12 @@ class SentReport(msgspec.Struct, frozen=True):
 
 
 class KvSender:
-    """Owns the watcher and the tails' staging memory; the fabric and the KV region are its caller's."""
+    """Owns the watcher and the tails' staging memory; the fabric and the KV regions, one a rank, are its caller's."""
 
     def __init__(
         self,
         fabric: Fabric,
-        region: MemoryRegion,
+        regions: Sequence[MemoryRegion],
         counter_fd: int,
         layout: KvLayout,
         num_pages: int,
@@ -76,7 +86,7 @@ class KvSender:
         timeout_s: float,
     ) -> None:
         self._fabric = fabric
-        self._region = region
+        self._regions = regions
         self._layout = layout
         self._num_pages = num_pages
         self._timeout_s = timeout_s
@@ -91,31 +101,22 @@ class KvSender:
         self._watcher: LayerWatcher = fabric.watch(counter_fd)
 
     async def open(self, prefill: Prefill, *, timeout_s: float) -> Outgoing:
-        """Connects to the decoder. Raises `PeerUnreachable`, naming the address, or `MeshError` when too many are open."""
+        """Connects to the decoder, whose sharding fits (`shared.kv.shards.fit`). Raises `PeerUnreachable`, naming the address,
+        or `MeshError` when too many are open."""
+        runs = self._runs(prefill)
         peer = await self._fabric.connect(prefill.fabric.address, timeout_s=timeout_s)
         slot = self._slots.take()
         if slot is None:
             raise MeshError(f"more than {self._slots.count} attempts are being sent")
-        geometry = PageGeometry(
-            run_bytes=self._layout.page_bytes,
-            source_offset=0,
-            target_offset=0,
-            source_page_stride=self._layout.page_bytes,
-            target_page_stride=self._layout.page_bytes,
-            source_layer_stride=self._layout.layer_stride(self._num_pages),
-            target_layer_stride=self._layout.layer_stride(prefill.num_pages),
-            num_layers=self._layout.num_layers,
-        )
-        return Outgoing(prefill, peer, slot, geometry)
+        return Outgoing(prefill, peer, slot, runs)
 
     def arm(self, counter: int, parts: Sequence[ChunkPart]) -> list[tuple[Outgoing, FabricError]]:
         """Before a chunk's forward: layer l of every part is written when the layer counter passes `counter + l`. Returns
         the parts that cannot be written (a connection just lost, a descriptor that is none), each with its error."""
-        writes = [self._paged_write(part) for part in parts]
         try:
-            self._armed(parts, self._watcher.arm(counter, writes))
+            self._arm(counter, parts)
         except FabricError:
-            return self._arm_each(counter, parts, writes)
+            return self._arm_each(counter, parts)
         return []
 
     def disarm(self) -> None:
@@ -127,9 +128,10 @@ class KvSender:
         `Transfer.wait` raises; call `drain` then."""
         tail_transfer = self._write_tail(outgoing)
         outgoing.transfers.append(tail_transfer)
-        reports = [await transfer.wait() for transfer in outgoing.transfers]
+        *sent, tail_report = [await transfer.wait() for transfer in outgoing.transfers]
         self._give_back(outgoing)
-        return SentReport(reports[:-1], reports[-1])
+        each = len(outgoing.runs)
+        return SentReport([_together(sent[i : i + each]) for i in range(0, len(sent), each)], tail_report)
 
     async def drain(self, outgoing: Outgoing) -> None:
         """Cancels what is left. When it returns no write of this attempt is outstanding and none will be posted. Idempotent,
@@ -148,40 +150,67 @@ class KvSender:
         self._tail_region.close()
         self._tails.close()
 
-    def _arm_each(
-        self, counter: int, parts: Sequence[ChunkPart], writes: Sequence[PagedWrite]
-    ) -> list[tuple[Outgoing, FabricError]]:
+    def _arm_each(self, counter: int, parts: Sequence[ChunkPart]) -> list[tuple[Outgoing, FabricError]]:
         """One bad part must not take the others with it: each is a plan of its own, one after another."""
         failed = []
-        for part, write in zip(parts, writes, strict=True):
+        for part in parts:
             try:
-                self._armed([part], self._watcher.arm(counter, [write]))
+                self._arm(counter, [part])
             except FabricError as error:
                 failed.append((part.outgoing, error))
         return failed
 
-    def _armed(self, parts: Sequence[ChunkPart], transfers: Sequence[Transfer]) -> None:
-        for part, transfer in zip(parts, transfers, strict=True):
-            part.outgoing.transfers.append(transfer)
-            part.outgoing.writes += len(part.pages) * self._layout.num_layers
+    def _arm(self, counter: int, parts: Sequence[ChunkPart]) -> None:
+        """All parts as one plan, or, when it raises, none of them."""
+        transfers = iter(self._watcher.arm(counter, [write for part in parts for write in self._paged_writes(part)]))
+        for part in parts:
+            outgoing = part.outgoing
+            outgoing.transfers += [next(transfers) for _ in outgoing.runs]
+            outgoing.writes += len(part.pages) * self._layout.num_layers * len(outgoing.runs)
 
     def _give_back(self, outgoing: Outgoing) -> None:
         if outgoing.holds_slot:
             outgoing.holds_slot = False
             self._slots.give_back(outgoing.slot)
 
-    def _paged_write(self, part: ChunkPart) -> PagedWrite:
+    def _runs(self, prefill: Prefill) -> list[Run]:
+        source_tp, target_tp = len(self._regions), prefill.tp
+        source, target = shards.shard_layout(self._layout, source_tp), shards.shard_layout(self._layout, target_tp)
+        return [
+            Run(
+                self._regions[run.source_rank],
+                prefill.regions[run.target_rank],
+                PageGeometry(
+                    run_bytes=run.length,
+                    source_offset=run.source_offset,
+                    target_offset=run.target_offset,
+                    source_page_stride=source.page_bytes,
+                    target_page_stride=target.page_bytes,
+                    source_layer_stride=source.layer_stride(self._num_pages),
+                    target_layer_stride=target.layer_stride(prefill.num_pages),
+                    num_layers=self._layout.num_layers,
+                ),
+            )
+            for run in shards.runs(self._layout, source_tp, target_tp, prefill.attempt)
+        ]
+
+    def _paged_writes(self, part: ChunkPart) -> list[PagedWrite]:
         prefill = part.outgoing.prefill
-        return PagedWrite(
-            peer=part.outgoing.peer,
-            source=self._region,
-            source_pages=[part.source_pages[i] for i in part.pages],
-            target=prefill.region,
-            target_pages=[prefill.pages[i] for i in part.pages],
-            geometry=part.outgoing.geometry,
-            immediate=prefill.immediate,
-            timeout_s=self._timeout_s,
-        )
+        source_pages = [part.source_pages[i] for i in part.pages]
+        target_pages = [prefill.pages[i] for i in part.pages]
+        return [
+            PagedWrite(
+                peer=part.outgoing.peer,
+                source=run.source,
+                source_pages=source_pages,
+                target=run.target,
+                target_pages=target_pages,
+                geometry=run.geometry,
+                immediate=prefill.immediate,
+                timeout_s=self._timeout_s,
+            )
+            for run in part.outgoing.runs
+        ]
 
     def _write_tail(self, outgoing: Outgoing) -> Transfer:
         prefill, offset = outgoing.prefill, outgoing.slot.tail_offset
@@ -201,3 +230,12 @@ class KvSender:
             prefill.immediate,
             timeout_s=self._timeout_s,
         )
+
+
+def _together(reports: Sequence[TransferReport]) -> TransferReport:
+    """Of transfers of the same layers, run beside one another."""
+    layers = [
+        LayerTiming(min(run.posted_ns for run in layer), max(run.completed_ns for run in layer))
+        for layer in zip(*(report.layers for report in reports), strict=True)
+    ]
+    return TransferReport(sum(report.writes for report in reports), sum(report.bytes for report in reports), layers)

@@ -38,6 +38,7 @@ NOW = Capacity(
     me=ME,
     model=MODEL,
     layout=LAYOUT,
+    tp=1,
     total_pages=10,
     free_pages=5,
     waiting=0,
@@ -61,6 +62,7 @@ def capacity(**fields):
 def test_takes_what_fits():
     assert refuse(GENERATE, NOW) is None
     assert refuse(changed(GENERATE, tokens=[5], prefiller=None), NOW) is None
+    assert refuse(changed(GENERATE, prefiller=changed(PREFILLER, tp=8)), capacity(tp=2)) is None
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,13 @@ def test_takes_what_fits():
             "mismatch",
             True,
             "prefiller has e, decoder has d",
+        ),
+        (
+            changed(GENERATE, prefiller=changed(PREFILLER, tp=3)),
+            capacity(tp=2),
+            "mismatch",
+            True,
+            "prefiller has 3, decoder has 2, 1 KV heads",
         ),
         (GENERATE, capacity(draining=True), "draining", True, "leaving"),
         (GENERATE, capacity(waiting=4), "busy", True, "4 admitted"),

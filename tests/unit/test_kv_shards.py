@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shared.kv import plan
-from shared.kv.shards import ShardRun, check_sharding, fit, heads_of, runs, shard_layout
+from shared.kv.shards import ShardRun, check_sharding, fit, heads_of, holders_of, runs, shard_layout
 from shared.layout import KvLayout
 
 TP = st.sampled_from([1, 2, 4, 8])
@@ -60,6 +60,18 @@ def test_every_byte_once_by_a_rank_that_holds_it(whole: KvLayout, source_tp: int
             assert target[run.target_offset + i] is None, "a byte is written twice"
             target[run.target_offset + i] = source[run.source_offset + i]
     assert targets == [page_of(whole, target_tp, rank) for rank in range(target_tp)]
+
+
+@given(st.integers(1, 12), st.integers(1, 24))
+def test_holders_are_those_that_hold(heads: int, tp: int) -> None:
+    assume(fit(heads, tp, tp))
+    for head in range(heads):
+        holding = [rank for rank in range(tp) if head in heads_of(heads, tp, rank)]
+        assert list(holders_of(heads, tp, head)) == holding
+
+
+def test_what_a_source_says_of_itself_costs_no_time() -> None:
+    assert len(runs(layout(2), 2**40, 2, "a")) == 2
 
 
 @given(LAYOUTS, TP, TP, ATTEMPT, ATTEMPT)

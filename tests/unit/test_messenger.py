@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import pytest
 
 from shared.engine.counter import create_counter
 from shared.errors import AttemptFailed, BusError, NobodyListens, PeerUnreachable, Refused, TransferCancelled
+from shared.kv import plan
 from shared.kv.ledger import PagePool
+from shared.kv.shards import heads_of, shard_layout
 from shared.layout import KvLayout
-from shared.messages import FabricEndpoint, InstanceRef, Prefill, TailSlot
+from shared.messages import Announce, FabricEndpoint, InstanceRef, Load, ModelIdentity, Prefill, TailSlot
 from shared.messenger.receiver import KvReceiver
 from shared.messenger.sender import ChunkPart, KvSender
+from shared.transfer.interface import LayerTiming, TransferReport
 from tests.fake_fabric import FakeFabric
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, page_size=4, dtype="float32")
@@ -26,22 +30,49 @@ PROMPT = 10
 class Pair:
     """A prefiller and a decoder, without their services."""
 
-    def __init__(self, *, quarantine_s: float = 0.05, max_incoming: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        quarantine_s: float = 0.05,
+        max_incoming: int = 4,
+        layout: KvLayout = LAYOUT,
+        source_tp: int = 1,
+        target_tp: int = 1,
+    ) -> None:
+        self.layout, self.source_tp, self.target_tp = layout, source_tp, target_tp
+        self.here, self.there = shard_layout(layout, source_tp), shard_layout(layout, target_tp)
         network: dict[bytes, FakeFabric] = {}
         self.source, self.target = FakeFabric(1, network), FakeFabric(2, network)
         self.prefiller, self.decoder = InstanceRef("prefill", 1), InstanceRef("decode", 2)
-        self.from_region = self.source.memory(LAYOUT.region_bytes(PAGES_HERE))
-        self.to_region = self.target.memory(LAYOUT.region_bytes(PAGES_THERE))
+        self.from_regions = [self.source.memory(self.here.region_bytes(PAGES_HERE)) for _ in range(source_tp)]
+        self.to_regions = [self.target.memory(self.there.region_bytes(PAGES_THERE)) for _ in range(target_tp)]
+        self.from_region, self.to_region = self.from_regions[0], self.to_regions[0]
         self.from_region.memory[:] = bytes(i * 7 % 251 for i in range(self.from_region.length))
         self.sender = KvSender(
-            self.source, self.from_region, create_counter(), LAYOUT, PAGES_HERE, max_outgoing=2, timeout_s=5
+            self.source, self.from_regions, create_counter(), layout, PAGES_HERE, max_outgoing=2, timeout_s=5
         )
         self.pool = PagePool(PAGES_THERE)
-        self.receiver = KvReceiver(self.target, LAYOUT, self.pool, max_incoming=max_incoming, quarantine_s=quarantine_s)
+        self.receiver = KvReceiver(
+            self.target, layout, target_tp, self.pool, max_incoming=max_incoming, quarantine_s=quarantine_s
+        )
 
     def expect(self, attempt: str = ATTEMPT):
-        self.pool.reserve(attempt, LAYOUT.pages_for(PROMPT + 1))
-        return self.receiver.expect(attempt, self.prefiller, PROMPT)
+        self.pool.reserve(attempt, self.layout.pages_for(PROMPT + 1))
+        return self.receiver.expect(attempt, self.announce(), PROMPT)
+
+    def announce(self) -> Announce:
+        return Announce(
+            role="prefill",
+            instance=self.prefiller,
+            state="ready",
+            model=ModelIdentity(name="m", digest="d", vocab_size=100, max_positions=64),
+            layout=self.layout,
+            fabric=FabricEndpoint("fake", self.source.address),
+            max_batch=1,
+            load=Load(free_pages=1, total_pages=1),
+            http="",
+            tp=self.source_tp,
+        )
 
     def prefill(self, incoming, **changes) -> Prefill:
         fields = {
@@ -49,9 +80,9 @@ class Pair:
             "prefiller": self.prefiller,
             "decoder": self.decoder,
             "fabric": FabricEndpoint("fake", self.target.address),
-            "layout": LAYOUT,
+            "layout": self.layout,
             "num_pages": PAGES_THERE,
-            "region": self.to_region.descriptor,
+            "regions": [region.descriptor for region in self.to_regions],
             "pages": self.pool.pages(incoming.attempt)[:3],
             "immediate": incoming.slot.immediate,
             "tail": self.receiver.tail_slot(incoming),
@@ -204,7 +235,7 @@ async def test_slots_are_bounded():
     pair.expect()
     pair.pool.reserve(OTHER, 1)
     with pytest.raises(Refused, match="1 attempts already wait"):
-        pair.receiver.expect(OTHER, pair.prefiller, 3)
+        pair.receiver.expect(OTHER, pair.announce(), 3)
     pair.check()
 
 
@@ -265,3 +296,73 @@ async def test_giving_up_what_has_arrived_is_nothing():
     await pair.sender.drain(outgoing)
     assert (pair.sender._slots.free, pair.pool.free) == (2, PAGES_THERE)
     pair.check()
+
+
+SHARDED = KvLayout(num_layers=3, num_kv_heads=4, head_dim=1, page_size=4, dtype="float32")
+LATENT = KvLayout(num_layers=3, num_kv_heads=1, head_dim=3, page_size=4, dtype="bfloat16", kind="mla")
+
+
+def content(layout: KvLayout, tp: int, rank: int, layer: int, page: int) -> bytes:
+    """What a rank's page holds: every byte tells its part, head of the whole model, layer, page and place."""
+    return b"".join(
+        hashlib.blake2b(repr((layer, page, part, head)).encode(), digest_size=layout.head_bytes).digest()
+        for part in range(layout.parts)
+        for head in heads_of(layout.num_kv_heads, tp, rank)
+    )
+
+
+@pytest.mark.parametrize("layout", [SHARDED, LATENT], ids=["gqa", "mla"])
+@pytest.mark.parametrize("source_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("target_tp", [1, 2, 4, 8])
+async def test_every_rank_has_its_heads_of_every_page(layout, source_tp, target_tp):
+    pair = Pair(layout=layout, source_tp=source_tp, target_tp=target_tp)
+    for rank, region in enumerate(pair.from_regions):
+        for layer in range(3):
+            for page in range(PAGES_HERE):
+                at = pair.here.offset(layer, page, PAGES_HERE)
+                region.memory[at : at + pair.here.page_bytes] = content(layout, source_tp, rank, layer, page)
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    finishing = asyncio.create_task(pair.sender.finish(outgoing))
+    await asyncio.sleep(0)
+    *pages, last = pair.source.transfers
+    for transfer in pages:
+        transfer.land()
+    assert not pair.target.arrivals[incoming.slot.immediate].done.is_set(), "the tail is still on its way"
+    last.land()
+    report = await finishing
+    await pair.receiver.arrived(incoming)
+    for rank, region in enumerate(pair.to_regions):
+        for layer in range(3):
+            for source, target in zip((5, 0, 2), pair.pool.pages(ATTEMPT), strict=False):
+                at = pair.there.offset(layer, target, PAGES_THERE)
+                assert region.memory[at : at + pair.there.page_bytes] == content(layout, target_tp, rank, layer, source)
+    assert (len(report.chunks), report.tail.writes) == (2, 1)
+    assert report.bytes == plan.kv_bytes(layout, PROMPT, target_tp) + report.tail.bytes
+    assert sum(chunk.writes for chunk in report.chunks) + 1 == incoming.expected.writes == outgoing.writes
+    pair.check()
+
+
+async def test_draining_cancels_the_writes_of_every_rank():
+    pair = Pair(layout=SHARDED, source_tp=2, target_tp=4)
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    await pair.sender.drain(outgoing)
+    assert len(outgoing.transfers) == 2 * len(outgoing.runs) == 2 * 8
+    for transfer in outgoing.transfers:
+        with pytest.raises(TransferCancelled):
+            await transfer.wait()
+
+
+async def test_a_report_spans_the_ranks_of_a_chunk():
+    pair = Pair(layout=SHARDED, source_tp=2, target_tp=1)
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    for i, transfer in enumerate(outgoing.transfers):
+        transfer._report = TransferReport(1, 10, [LayerTiming(100 - i, 200 + i)])
+    finishing = asyncio.create_task(pair.sender.finish(outgoing))
+    await asyncio.sleep(0)
+    pair.land()
+    first, second = (await finishing).chunks
+    assert first == TransferReport(4, 40, [LayerTiming(97, 203)])
+    assert second == TransferReport(4, 40, [LayerTiming(93, 207)])

@@ -24,7 +24,7 @@ def job(name: str, prompt_tokens: int) -> Job:
             fabric=FabricEndpoint("tcp", b""),
             layout=LAYOUT,
             num_pages=99,
-            region=b"",
+            regions=[b""],
             pages=[],
             immediate=0,
             tail=TailSlot(b"", 0),

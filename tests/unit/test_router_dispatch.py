@@ -226,3 +226,17 @@ def test_a_release_is_complete_and_idempotent() -> None:
     for _ in range(2):
         dispatch.release(pair, "a")
         assert (d.tally.requests, d.tally.pages, p.tally.tokens, p.tally.requests) == (0, 0, 0, 0)
+
+
+def test_shardings_that_fit_are_paired_whichever_is_sooner_and_others_never() -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=6)
+
+    def sharded(role: Any, name: str, tp: int, **load: Any) -> Instance:
+        full = Load(free_pages=1000, total_pages=1000, **load)
+        return Instance(announcement(role, name, layout=layout, tp=tp, load=full), 0.0)
+
+    two, three = sharded("prefill", "two", 2), sharded("prefill", "three", 3, queued_prefill_tokens=5000)
+    assert pick([sharded("decode", "one", 1)], [two, three]) == ("one", "two")
+    assert pick([sharded("decode", "six", 6)], [two, three]) == ("six", "two")
+    assert pick([sharded("decode", "three", 3)], [two, three]) == ("three", "three")
+    assert isinstance(choose([sharded("decode", "three", 3)], [two], Need(10), 0.0), NoPair)

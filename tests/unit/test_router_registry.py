@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.router.registry import Registry, mismatch_of
-from shared.messages import Announce, InstanceRef, ModelIdentity
+from shared.messages import PROTOCOL, Announce, InstanceRef, ModelIdentity
 from tests.fake_mesh import LAYOUT, announcement
 
 MODEL = ModelIdentity(name="tiny", digest="d1", vocab_size=400, max_positions=512)
@@ -97,6 +97,7 @@ def test_a_refusal_because_of_draining_counts_until_the_next_change() -> None:
         ({"layout": msgspec.structs.replace(LAYOUT, page_size=64)}, "layout.page_size", "16", "64"),
         ({"layout": msgspec.structs.replace(LAYOUT, dtype="bfloat16")}, "layout.dtype", "float32", "bfloat16"),
         ({"layout": msgspec.structs.replace(LAYOUT, num_kv_heads=3)}, "layout.num_kv_heads", "1", "3"),
+        ({"tp": 0}, "tp", "1 for 1 KV heads", "0 for 1 KV heads"),
     ],
 )
 def test_a_layout_that_differs_is_named_with_both_values(
@@ -114,7 +115,7 @@ def test_a_layout_that_differs_is_named_with_both_values(
     ("fields", "shown"),
     [
         ({"digest": "d2"}, ["model differs", "tiny (d2)", "tiny (d1)"]),
-        ({"protocol": 9}, ["protocol differs", "9", "1"]),
+        ({"protocol": 9}, ["protocol differs", "9", str(PROTOCOL)]),
     ],
 )
 def test_an_instance_of_another_model_or_protocol_is_named_with_both_values(
@@ -146,9 +147,30 @@ def test_one_mismatch_among_working_pairs_is_no_reason_to_be_unready() -> None:
     assert len(made.mismatches()) == 1
 
 
+@pytest.mark.parametrize(
+    ("heads", "prefill_tp", "decode_tp"), [(6, 2, 3), (6, 3, 2), (4, 3, 3), (4, 4, 3), (2, 3, 1), (4, 0, 1), (0, 1, 1)]
+)
+def test_shardings_that_do_not_divide_are_never_paired(heads: int, prefill_tp: int, decode_tp: int) -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=heads)
+    prefill = announcement("prefill", "p0", layout=layout, tp=prefill_tp)
+    reason = registry(prefill, announcement("decode", "d0", layout=layout, tp=decode_tp)).missing()
+    assert reason is not None
+    values = f"prefiller has {prefill_tp} for {heads} KV heads, decoder has {decode_tp} for {heads} KV heads"
+    assert f"tp differs: {values}" in reason
+
+
+@pytest.mark.parametrize("prefill_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("decode_tp", [1, 2, 4, 8])
+def test_shardings_that_divide_are_paired(prefill_tp: int, decode_tp: int) -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
+    prefill = announcement("prefill", "p0", layout=layout, tp=prefill_tp)
+    made = registry(prefill, announcement("decode", "d0", layout=layout, tp=decode_tp))
+    assert (made.missing(), made.mismatches()) == (None, [])
+
+
 def test_mismatch_of_checks_protocol_and_model_too() -> None:
     ours = announcement("prefill", "p0")
-    for field, value in (("protocol", {"protocol": 2}), ("model", {"digest": "zz"})):
+    for field, value in (("protocol", {"protocol": 9}), ("model", {"digest": "zz"})):
         mismatch = mismatch_of(ours, announcement("decode", "d0", **value))  # type: ignore[arg-type]
         assert mismatch is not None
         assert mismatch.field == field
