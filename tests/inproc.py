@@ -61,13 +61,21 @@ async def real_fabric(identity: int) -> Any:
 class Engine:
     """What the nodes of a mesh run: the toy model, in this process."""
 
-    layout = LAYOUT
     identity = MODEL
 
+    def __init__(self, layout: KvLayout = LAYOUT, *, prefill_tp: int = 1, decode_tp: int = 1) -> None:
+        self.layout = layout
+        self.prefill_tp = prefill_tp
+        self.decode_tp = decode_tp
+
     async def executor(self, stack: AsyncExitStack, role: Role, pages: int) -> Any:
-        executor = ToyExecutor(self.layout, pages)
+        executor = ToyExecutor(self.layout, pages, self.prefill_tp if role == "prefill" else self.decode_tp)
         stack.callback(executor.close)
         return executor
+
+    def kv_fds(self, executor: Any) -> list[int]:
+        """One a rank."""
+        return list(executor.kv_fds)
 
 
 class ModelEngine(Engine):
@@ -75,8 +83,8 @@ class ModelEngine(Engine):
 
     def __init__(self, directory: Path, *, page_size: int, kv_dtype: KvDtype = "float32") -> None:
         config = load_config(directory)
+        super().__init__(config.layout(page_size=page_size, dtype=kv_dtype))
         self.directory = directory
-        self.layout = config.layout(page_size=page_size, dtype=kv_dtype)
         self.identity = ModelIdentity(
             name="m", digest="m", vocab_size=config.vocab_size, max_positions=config.max_positions
         )
@@ -84,6 +92,9 @@ class ModelEngine(Engine):
     async def executor(self, stack: AsyncExitStack, role: Role, pages: int) -> Any:
         config = ExecutorConfig(model=str(self.directory), layout=self.layout, num_pages=pages, purpose=role)
         return await stack.enter_async_context(Executor.start(config))
+
+    def kv_fds(self, executor: Any) -> list[int]:
+        return [executor.kv_fd]
 
 
 class Node:
@@ -222,7 +233,7 @@ class Mesh:
         executor = await self._engine.executor(self.stack, role, pages)
         fabric: Fabric = await self._open_fabric(ref.incarnation)
         self.stack.push_async_callback(fabric.close)
-        region = fabric.register(executor.kv_fd, executor.kv_bytes)
+        regions = [fabric.register(fd, executor.kv_bytes) for fd in self._engine.kv_fds(executor)]
         instance = Instance(
             role,
             ref,
@@ -232,7 +243,7 @@ class Mesh:
             PagePool(pages),
             executor,
             fabric,
-            [region],
+            regions,
             await self.bus(settings.name),
         )
         started: asyncio.Future[tuple[Any, Announcer]] = asyncio.get_running_loop().create_future()

@@ -1,6 +1,6 @@
 """An executor without a model: its "K and V" are the token ids themselves, written into the real pages of a real memfd, and
 its next token is a function of all that it reads back. A page that was lost, doubled, reordered or overwritten shows in the
-output; a layer that was not transferred raises."""
+output; a layer, a head, or a K or V that was not transferred, or to the wrong place, raises."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import os
 import struct
 import time
 from array import array
+from collections.abc import Iterator
 
 from shared.engine.counter import create_counter
 from shared.engine.protocol import Row, Step, StepDone
 from shared.errors import ExecutorDied, StepFailed
+from shared.kv.shards import heads_of, shard_layout
 from shared.layout import KvLayout
 
 _FUTEX_WAKE = 1
@@ -37,15 +39,19 @@ def toy_output(prompt: list[int], max_tokens: int) -> list[int]:
 class ToyExecutor:
     """`gate` must be set for a step to run; `fail_next` makes one raise; `kill()` ends it as a dead process would."""
 
-    def __init__(self, layout: KvLayout, num_pages: int) -> None:
+    def __init__(self, layout: KvLayout, num_pages: int, tp: int = 1) -> None:
+        """`layout` is the whole model's; all `tp` ranks are here, each with a region of its own."""
         assert layout.dtype == "float32"
         self.layout = layout
         self.num_pages = num_pages
-        self.kv_bytes = layout.region_bytes(num_pages)
-        self.kv_fd = os.memfd_create("toy-kv")
-        os.ftruncate(self.kv_fd, self.kv_bytes)
+        self.tp = tp
+        self.shard = shard_layout(layout, tp)
+        self.kv_bytes = self.shard.region_bytes(num_pages)
+        self.kv_fds = [os.memfd_create(f"toy-kv-{rank}") for rank in range(tp)]
+        for fd in self.kv_fds:
+            os.ftruncate(fd, self.kv_bytes)
         self.counter_fd = create_counter()
-        self.kv = mmap.mmap(self.kv_fd, self.kv_bytes)
+        self.kv = [mmap.mmap(fd, self.kv_bytes) for fd in self.kv_fds]
         self._counter_map = mmap.mmap(self.counter_fd, 4096)
         self._word = ctypes.c_char.from_buffer(self._counter_map)
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +62,10 @@ class ToyExecutor:
         self.fail_next: str | None = None
         self.steps: list[Step] = []
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def kv_fd(self) -> int:
+        return self.kv_fds[0]
 
     async def step(self, step: Step, *, timeout_s: float) -> StepDone:
         self.steps.append(step)
@@ -91,25 +101,35 @@ class ToyExecutor:
     def close(self) -> None:
         del self._word
         self._counter_map.close()
-        self.kv.close()
-        os.close(self.kv_fd)
+        for kv, fd in zip(self.kv, self.kv_fds, strict=True):
+            kv.close()
+            os.close(fd)
         os.close(self.counter_fd)
 
-    def _place(self, layer: int, row: Row, position: int) -> int:
-        """Byte offset of the K of the first head of a position."""
+    def _places(self, layer: int, row: Row, position: int) -> Iterator[tuple[mmap.mmap, int, int]]:
+        """Of every head of K and of V of every rank: the region, the offset, and what is added to a token there."""
         page = array("i", row.pages)[position // self.layout.page_size]
-        return (
-            self.layout.offset(layer, page, self.num_pages)
-            + position % self.layout.page_size * self.layout.head_dim * 4
-        )
+        begin = self.shard.offset(layer, page, self.num_pages)
+        begin += position % self.layout.page_size * self.layout.head_dim * 4
+        for rank, kv in enumerate(self.kv):
+            heads = heads_of(self.layout.num_kv_heads, self.tp, rank)
+            for part in range(self.layout.parts):
+                for i, head in enumerate(heads):
+                    at = begin + (part * len(heads) + i) * self.layout.head_bytes
+                    yield kv, at, layer + 1000 * (2 * head + part)
 
     def _write(self, layer: int, row: Row) -> None:
         for i, token in enumerate(row.tokens):
-            struct.pack_into("<i", self.kv, self._place(layer, row, row.start + i), token + layer)
+            for kv, at, mark in self._places(layer, row, row.start + i):
+                struct.pack_into("<i", kv, at, token + mark)
 
     def _read(self, layer: int, row: Row) -> list[int]:
-        end = row.start + len(row.tokens)
-        return [struct.unpack_from("<i", self.kv, self._place(layer, row, p))[0] - layer for p in range(end)]
+        return [self._read_one(layer, row, position) for position in range(row.start + len(row.tokens))]
+
+    def _read_one(self, layer: int, row: Row, position: int) -> int:
+        found = {struct.unpack_from("<i", kv, at)[0] - mark for kv, at, mark in self._places(layer, row, position)}
+        assert len(found) == 1, f"heads, or K and V, of position {position} are of different tokens"
+        return found.pop()
 
     def _sample(self, row: Row) -> int:
         tokens = self._read(0, row)

@@ -6,24 +6,25 @@ import asyncio
 import mmap
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from shared.errors import PeerLost
 from shared.messages import Accepted, InstanceRef, RefusedReply
 from tests.fake_fabric import FakeFabric
-from tests.inproc import LAYOUT, mesh, real_fabric
+from tests.inproc import LAYOUT, Engine, mesh, real_fabric
 from tests.toy_executor import toy_output
 
 
 @asynccontextmanager
-async def small_mesh(**settings):
+async def small_mesh(engine=None, **settings):
     """One router stub, one prefiller, one decoder over the by-hand fabric, whose writes land at once."""
     network = {}
 
     async def open_fabric(identity):
         return LandingFabric(identity, network)
 
-    async with mesh(open_fabric) as whole:
+    async with mesh(open_fabric, engine) as whole:
         router = await whole.router()
         prefill = await whole.prefiller(**settings.get("prefill", {}))
         decode = await whole.decoder(**settings.get("decode", {}))
@@ -382,3 +383,46 @@ async def until(condition):
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+SHARDED = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
+LATENT = msgspec.structs.replace(LAYOUT, kind="mla")
+SHARDINGS = [(prefill, decode) for prefill in (1, 2, 4, 8) for decode in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("layout", [SHARDED, LATENT], ids=["gqa", "mla"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHARDINGS)
+async def test_output_is_the_whole_models_for_every_pair_of_shardings(layout, prefill_tp, decode_tp):
+    """Over several chunks, with a part-filled last page; the toy looks at every head of every rank."""
+    prompts = [[(7 * i + n) % 96 + 1 for i in range(n)] for n in (2, 9, 18)]
+    async with small_mesh(Engine(layout, prefill_tp=prefill_tp, decode_tp=decode_tp)) as (_, router, prefill, decode):
+        assert (prefill.announce.tp, decode.announce.tp) == (prefill_tp, decode_tp)
+        results = await asyncio.gather(*(router.run(decode, prefill.announce, prompt) for prompt in prompts))
+        assert results == [toy_output(prompt, 6) for prompt in prompts]
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 4), (4, 1), (8, 2)])
+async def test_shardings_over_the_real_fabric(prefill_tp, decode_tp):
+    engine = Engine(SHARDED, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    prompt = [(5 * i) % 96 + 1 for i in range(18)]
+    async with mesh(real_fabric, engine) as whole:
+        router, prefill, decode = await whole.router(), await whole.prefiller(), await whole.decoder()
+        assert await router.run(decode, prefill.announce, prompt) == toy_output(prompt, 6)
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+async def test_a_prefiller_refuses_a_sharding_that_does_not_fit():
+    """The decoder was told another one, and asks."""
+    engine = Engine(msgspec.structs.replace(LAYOUT, num_kv_heads=6), prefill_tp=2, decode_tp=3)
+    async with small_mesh(engine) as (_, router, prefill, decode):
+        forged = router.generate(decode, msgspec.structs.replace(prefill.announce, tp=3), [1, 2, 3])
+        await router.start(forged)
+        await router.until(lambda: router.ended(forged.attempt))
+        assert "tp does not fit: prefiller has 2, decoder has 3, 6 KV heads" in router.emits[forged.attempt][-1].error
+        honest = await router.send(router.generate(decode, prefill.announce, [1, 2, 3]))
+        assert isinstance(honest, RefusedReply)
+        assert (honest.code, "prefiller has 2, decoder has 3" in honest.reason) == ("mismatch", True)
+        await decode.until_idle()
