@@ -7,6 +7,7 @@
     ├── ModelError             a model directory that cannot be loaded or is not supported
     ├── EngineError
     │   ├── ExecutorDied       the executor process ended: exit status
+    │   ├── RankLost           a rank of a tensor parallel group did not come to a sum: which
     │   ├── StepTimeout        a step did not answer by its deadline
     │   └── StepFailed         a step raised in the executor: its text
     ├── FabricError            a fabric call failed: call, code, peer
@@ -80,6 +81,14 @@ class ExecutorDied(EngineError):
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         super().__init__(f"the executor ended with {how}{': ' + detail if detail else ''}")
         self.status, self.detail = status, detail
+
+
+class RankLost(EngineError):
+    """Rank `rank` of `ranks` has ended, or did not come to a sum within `deadline_s` seconds."""
+
+    def __init__(self, rank: int, ranks: int, deadline_s: float) -> None:
+        super().__init__(f"rank {rank} of {ranks} has ended, or did not come within {deadline_s:g} s")
+        self.rank, self.ranks, self.deadline_s = rank, ranks, deadline_s
 
 
 class StepTimeout(EngineError):

@@ -1,11 +1,13 @@
 // shared.models._kernels: the only file of the kernels that knows Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 
+#include "all_reduce.h"
 #include "context.h"
 #include "experts.h"
 #include "layer_counter.h"
@@ -215,6 +217,12 @@ struct LayerCounter {
     Vector<uint64_t> word;
 };
 
+// One rank's end of the memory of a tensor parallel group; keeps it alive.
+struct AllReduceHolder {
+    Vector<uint8_t> memory;
+    AllReduce ends;
+};
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -347,6 +355,30 @@ NB_MODULE(_kernels, m) {
             },
             "value"_a, "timeout_s"_a, "Sleep until the counter is above `value`, or the time is up; what it is then.")
         .def_prop_ro("value", [](const LayerCounter& self) { return read_counter(self.word.data()); });
+
+    nb::class_<AllReduceHolder>(m, "AllReduce", "One rank's end of the memory that a tensor parallel group shares.")
+        .def(
+            "__init__",
+            [](AllReduceHolder* self, const Vector<uint8_t>& memory, int rank, int ranks) {
+                AllReduce ends(reinterpret_cast<char*>(memory.data()), static_cast<int64_t>(memory.shape(0)), rank,
+                               ranks);
+                new (self) AllReduceHolder{memory, ends};
+            },
+            "memory"_a, "rank"_a, "ranks"_a)
+        .def(
+            "sum",
+            [](AllReduceHolder& self, const Matrix<float>& values, double timeout_s) {
+                nb::gil_scoped_release unlocked;
+                return self.ends.sum(values.data(), static_cast<int64_t>(values.size()), timeout_s);
+            },
+            "values"_a, "timeout_s"_a, "Add the other ranks' values, in place; the rank that is missing, or None.")
+        .def(
+            "barrier",
+            [](AllReduceHolder& self, double timeout_s) {
+                nb::gil_scoped_release unlocked;
+                return self.ends.barrier(timeout_s);
+            },
+            "timeout_s"_a, "Wait for all ranks; the rank that is missing, or None.");
 
     m.def("rms_norm", &rms_norm, "context"_a, "x"_a, "weight"_a, "eps"_a, "out"_a);
     m.def("sample", &sample_rows, "context"_a, "logits"_a, "draws"_a, "out"_a,

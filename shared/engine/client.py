@@ -36,14 +36,23 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     stop_grace_s: float = 2.0
 
 
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """An executor's place in a tensor parallel group. `collective_fd`: the memory of `shared.models.collective`, its owner's
+    to close."""
+
+    rank: int
+    ranks: int
+    collective_fd: int
+
+
 class Executor:
     """A loaded executor, a `shared.engine.interface.StepRunner`; made by `Executor.start` alone. One step at a time.
 
     After `StepTimeout`, `ExecutorDied` or `close` every further step raises `ExecutorDied`.
     """
 
-    def __init__(self, config: ExecutorConfig) -> None:
-        self.config = config
+    def __init__(self, config: ExecutorConfig, rank: Rank | None = None) -> None:
+        self.config, self._rank = config, rank
         self._region = KvRegion(config.layout.region_bytes(config.num_pages))
         self._counter_fd = create_counter()
         self._process: ChildProcess | None = None
@@ -56,10 +65,11 @@ class Executor:
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, config: ExecutorConfig) -> AsyncIterator[Executor]:
-        """Regions, process, loaded model; closed on leaving. Raises `ModelError` with the executor's words where the
-        model cannot be loaded, `ExecutorDied` where it ends, `EngineError` where it is not ready in `load_timeout_s`."""
-        executor = cls(config)
+    async def start(cls, config: ExecutorConfig, rank: Rank | None = None) -> AsyncIterator[Executor]:
+        """Regions, process, loaded model; closed on leaving. `rank`: in a group. Raises `ModelError` with the executor's words
+        where the model cannot be loaded, `ExecutorDied` where it ends, `EngineError` where it is not ready in
+        `load_timeout_s`."""
+        executor = cls(config, rank)
         try:
             await executor._spawn()
             await executor._load()
@@ -90,6 +100,10 @@ class Executor:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    def kill(self) -> None:
+        """End the process at once; every step raises `ExecutorDied` then."""
+        self._child.kill()
 
     async def exited(self) -> int:
         """The exit status of the process, as soon as it has ended, for whatever reason."""
@@ -144,7 +158,8 @@ class Executor:
         with theirs:
             command = [sys.executable, "-m", "shared.engine.executor", "--fd", str(theirs.fileno())]
             environ = dict(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            fds = (theirs.fileno(), self.kv_fd, self.counter_fd)
+            shared = () if self._rank is None else (self._rank.collective_fd,)
+            fds = (theirs.fileno(), self.kv_fd, self.counter_fd, *shared)
             try:
                 self._process = ChildProcess([*command, "--parent", str(os.getpid())], pass_fds=fds, environ=environ)
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -163,6 +178,9 @@ class Executor:
             purpose=c.purpose,
             kv_fd=self.kv_fd,
             counter_fd=self.counter_fd,
+            rank=self._rank.rank if self._rank else 0,
+            ranks=self._rank.ranks if self._rank else 1,
+            collective_fd=self._rank.collective_fd if self._rank else None,
         )
         try:
             async with asyncio.timeout(c.load_timeout_s):

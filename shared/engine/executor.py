@@ -20,9 +20,12 @@ import msgspec
 import numpy as np
 
 from shared.engine import frames
+from shared.engine.collective import shared_bytes
 from shared.engine.counter import COUNTER_BYTES
 from shared.engine.protocol import Start, Started, StartFailed, Step, StepDone, StepError, Stop, ToExecutor
+from shared.errors import RankLost
 from shared.models import _kernels
+from shared.models.collective import SharedMemory
 from shared.models.model import Model, ModelOptions
 
 _PR_SET_PDEATHSIG = 1
@@ -30,7 +33,8 @@ _decoder = msgspec.msgpack.Decoder(ToExecutor)
 
 
 class Runner:
-    """A loaded model, its KV region and its layer counter. Raises what loading raises."""
+    """A loaded model, its KV region and its layer counter. Raises what loading raises; `run` raises `RankLost` alone, after
+    which the group is of no use."""
 
     def __init__(self, start: Start) -> None:
         kv = np.frombuffer(_map(start.kv_fd, start.layout.region_bytes(start.num_pages)), np.uint8)
@@ -39,12 +43,15 @@ class Runner:
         options = msgspec.convert(
             {"weights_dtype": start.weights_dtype, "threads": start.threads, "purpose": start.purpose}, ModelOptions
         )
-        self.model = Model(Path(start.model), options, start.layout, start.num_pages, kv)
+        self._leads = start.rank == 0
+        self.model = Model(Path(start.model), options, start.layout, start.num_pages, kv, peers=_peers(start))
 
     def run(self, step: Step) -> StepDone | StepError:
         begin_ns = time.monotonic_ns()
         try:
-            sampled = self.model.step(step.rows, self._advance if step.signal else None)
+            sampled = self.model.step(step.rows, self._advance if step.signal and self._leads else None)
+        except RankLost:
+            raise
         except Exception as error:  # noqa: BLE001 - the outermost frame of a step: whatever it raises is its answer
             detail = str(error) if isinstance(error, ValueError) else "".join(traceback.format_exception(error))
             return StepError(step=step.step, detail=detail, counter=self.counter.value)
@@ -53,6 +60,13 @@ class Runner:
 
     def _advance(self) -> None:
         self.counter.advance()
+
+
+def _peers(start: Start) -> SharedMemory | None:
+    if start.collective_fd is None:
+        return None
+    memory = np.frombuffer(_map(start.collective_fd, shared_bytes(start.ranks)), np.uint8)
+    return SharedMemory(memory, start.rank, start.ranks)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
@@ -109,6 +123,8 @@ def main() -> None:
             serve(sock)
         except (BrokenPipeError, ConnectionResetError):
             sys.exit("the parent closed the connection")
+        except RankLost as error:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

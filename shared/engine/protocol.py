@@ -31,6 +31,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """"prefill", "decode" or "mixed": which forms of the weights are worth keeping in memory."""
     kv_fd: int
     counter_fd: int
+    rank: int = 0
+    ranks: int = 1
+    """Of a tensor parallel group, every rank of which is sent the same steps: `layout` is this rank's, rank 0 alone draws
+    tokens and advances the layer counter."""
+    collective_fd: int | None = None
+    """The memfd of `shared.models.collective`; None where there is one rank."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):

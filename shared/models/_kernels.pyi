@@ -166,6 +166,16 @@ class LayerCounter:
     @property
     def value(self) -> int: ...
 
+class AllReduce:
+    """One rank's end of the memory that a tensor parallel group shares."""
+
+    def __init__(self, memory: NDArray[np.uint8], rank: int, ranks: int) -> None: ...
+    def sum(self, values: NDArray[np.float32], timeout_s: float) -> int | None:
+        """Add the other ranks' values, in place; the rank that is missing, or None."""
+
+    def barrier(self, timeout_s: float) -> int | None:
+        """Wait for all ranks; the rank that is missing, or None."""
+
 def rms_norm(
     context: Context, x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]
 ) -> None: ...

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from shared.layout import KvLayout
 from shared.models import _kernels
 from shared.models.attention import BatchRow
+from shared.models.collective import Collective
 from shared.models.config import ModelConfig
 from shared.models.latent import LATENT_NORM_EPS
 from shared.models.network import Branch
@@ -79,6 +80,20 @@ class NormedBranch:
         sums[:] = 0.0
         self._branch.add(x, sums)
         residual += self._norm(sums)
+
+
+class ReducedBranch:
+    """residual += the sum of all ranks' f(x): the end of a part of the network that is spread over ranks."""
+
+    def __init__(self, workspace: Workspace, branch: Branch[Floats], peers: Collective) -> None:
+        self._workspace, self._branch, self._peers = workspace, branch, peers
+
+    def add(self, x: Floats, residual: Floats) -> None:
+        sums = self._workspace.floats("partial", *residual.shape)
+        sums[:] = 0.0
+        self._branch.add(x, sums)
+        self._peers.all_reduce_sum(sums)
+        residual += sums
 
 
 class HeadNorms(NamedTuple):

@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 from shared.models import _kernels
+from shared.models.collective import Collective
 from shared.models.config import ModelConfig
-from shared.models.cpu import CpuNorm, CpuProjection, Floats, HeadNorms, NormedBranch, Workspace
+from shared.models.cpu import CpuNorm, CpuProjection, Floats, HeadNorms, NormedBranch, ReducedBranch, Workspace
 from shared.models.cpu_experts import CpuExperts
 from shared.models.latent_loader import LatentLoader
 from shared.models.network import Block, Branch, Dense, Network, Projection
-from shared.models.weights import Weights
+from shared.models.shard import Shard
+from shared.models.weights import Part, Weights
 
 
 class Loader:
-    def __init__(self, config: ModelConfig, weights: Weights, context: _kernels.Context, workspace: Workspace) -> None:
+    """Of the whole network, or of one rank's share: heads and inner dimensions are split, attention and feed-forward each
+    end in a sum over `peers`, and the rest is the same in all ranks, but that only rank 0 has a head and the biases that
+    follow a sum."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        context: _kernels.Context,
+        workspace: Workspace,
+        peers: Collective | None = None,
+    ) -> None:
         self._config, self._weights, self._context, self._workspace = config, weights, context, workspace
-        self._latent = LatentLoader(config, config.latent, weights, context, workspace) if config.latent else None
+        self._peers = peers
+        self._shard = shard = Shard(rank=peers.rank, ranks=peers.ranks) if peers else Shard()
+        heads = shard.part(config.heads)
+        self._latent = LatentLoader(config, heads, weights, context, workspace) if config.latent else None
 
     def embedding(self) -> _kernels.Linear:
         """`[vocab, hidden]`; packed as a projection, because a tied head is the same matrix."""
-        return self._weights.linear(["model.embed_tokens"], [self._config.vocab_size], self._config.hidden)
+        return self._weights.linear([Part("model.embed_tokens", self._config.vocab_size, self._config.hidden)])
 
     def network(self, embedding: _kernels.Linear, *, with_head: bool) -> Network[Floats]:
         config = self._config
         blocks = [self._block(layer) for layer in range(config.layers)]
         norm = self._norm("model.norm")
+        fence = self._peers.barrier if self._peers else None
         if config.tied_embeddings:
-            return Network(blocks, norm, self._projection(embedding, "logits"))
-        head = self._weights.linear(["lm_head"], [config.vocab_size], config.hidden) if with_head else None
-        return Network(blocks, norm, self._projection(head, "logits") if head else None)
+            return Network(blocks, norm, self._projection(embedding, "logits"), fence)
+        wanted = with_head and self._shard.rank == 0
+        head = self._weights.linear([Part("lm_head", config.vocab_size, config.hidden)]) if wanted else None
+        return Network(blocks, norm, self._projection(head, "logits") if head else None, fence)
 
     def head_norms(self) -> list[HeadNorms]:
         """Of each layer."""
@@ -44,7 +62,8 @@ class Loader:
     def _block(self, layer: int) -> Block[Floats]:
         prefix = f"model.layers.{layer}."
         qkv, out = self._attention(prefix + "self_attn.")
-        mlp = self._feed_forward(layer, prefix + "mlp.")
+        mlp = self._reduced(self._feed_forward(layer, prefix + "mlp."))
+        out = self._reduced(out)
         mlp_norm = "post_attention_layernorm"
         if self._config.post_norms:
             out = NormedBranch(self._workspace, out, self._norm(prefix + "post_attention_layernorm"))
@@ -63,9 +82,12 @@ class Loader:
         if self._latent:
             return self._latent.attention(prefix)
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        qkv = self._weights.linear(names, [q, kv, kv], c.hidden, bias=c.qkv_bias)
-        out = self._weights.linear([prefix + "o_proj"], [c.hidden], q, bias=c.out_bias)
+        heads = _times(self._shard.part(c.heads), c.head_dim)
+        kv_heads = _times(self._shard.kv_heads(c.kv_heads), c.head_dim)
+        parts = [Part(prefix + "q_proj", q, c.hidden, heads)]
+        parts += [Part(prefix + name, kv, c.hidden, kv_heads) for name in ("k_proj", "v_proj")]
+        qkv = self._weights.linear(parts, bias=c.qkv_bias)
+        out = self._back(prefix + "o_proj", q, heads, bias=c.out_bias)
         return self._projection(qkv, "qkv"), self._projection(out, "out")
 
     def _feed_forward(self, layer: int, prefix: str) -> Branch[Floats]:
@@ -91,9 +113,18 @@ class Loader:
 
     def _pair(self, prefix: str, intermediate: int) -> tuple[_kernels.Linear, _kernels.Linear]:
         """A gated linear, and the way back."""
-        c = self._config
-        gate_up = self._weights.gated(prefix, intermediate, c.hidden, c.activation, bias=c.mlp_bias)
-        return gate_up, self._weights.linear([prefix + "down_proj"], [c.hidden], intermediate, bias=c.mlp_bias)
+        c, taken = self._config, self._shard.part(intermediate)
+        gate, up = (Part(prefix + name, intermediate, c.hidden, taken) for name in ("gate_proj", "up_proj"))
+        gate_up = self._weights.gated(gate, up, c.activation, bias=c.mlp_bias)
+        return gate_up, self._back(prefix + "down_proj", intermediate, taken, bias=c.mlp_bias)
+
+    def _back(self, name: str, inputs: int, taken: slice, *, bias: bool) -> _kernels.Linear:
+        """To the hidden state, of the inputs taken; the ranks' sum is to have the bias once."""
+        part = Part(name, self._config.hidden, inputs, columns=taken)
+        return self._weights.linear([part], bias=bias and self._shard.rank == 0)
+
+    def _reduced(self, branch: Branch[Floats]) -> Branch[Floats]:
+        return ReducedBranch(self._workspace, branch, self._peers) if self._peers else branch
 
     def _projection(self, linear: _kernels.Linear, name: str) -> CpuProjection:
         return CpuProjection(self._context, self._workspace, linear, name)
@@ -106,3 +137,7 @@ class Loader:
         weight = self._weights.vector(name + ".weight", size)
         weight += self._config.norm_offset
         return weight
+
+
+def _times(heads: slice, head_dim: int) -> slice:
+    return slice(heads.start * head_dim, heads.stop * head_dim)

@@ -14,10 +14,12 @@ from shared.layout import KvLayout
 from shared.models import _kernels
 from shared.models.attention import BatchRow
 from shared.models.checkpoint import Checkpoint
+from shared.models.collective import Collective
 from shared.models.config import ModelConfig, WeightsDtype, load_config
 from shared.models.cpu import CpuAttention, CpuCache, Floats, Workspace
 from shared.models.loader import Loader
 from shared.models.sampling import sample
+from shared.models.shard import Shard
 from shared.models.weights import Weights
 
 
@@ -35,21 +37,32 @@ class Model:
     """Weights and attention over one KV region. Used by one thread at a time; keeps nothing of a request."""
 
     def __init__(
-        self, directory: Path, options: ModelOptions, layout: KvLayout, num_pages: int, kv: npt.NDArray[np.uint8]
+        self,
+        directory: Path,
+        options: ModelOptions,
+        layout: KvLayout,
+        num_pages: int,
+        kv: npt.NDArray[np.uint8],
+        *,
+        peers: Collective | None = None,
     ) -> None:
-        """`kv`: the region's bytes. Raises `ModelError` for a directory that cannot be loaded, `ValueError` for a layout
-        that is not this model's."""
+        """`kv`: the region's bytes. `peers`: this is one rank of a tensor parallel group, each with a region of its own, all
+        of which run the same steps; `layout` is this rank's. Raises `ModelError` for a directory that cannot be loaded, or
+        not by so many ranks, `ValueError` for a layout that is not this model's."""
         self.config = load_config(directory)
-        _check_layout(self.config, layout)
+        self._draws = peers is None or peers.rank == 0
+        self._prefills_only = options.purpose == "prefill" and not self.config.tied_embeddings
+        own = Shard(rank=peers.rank, ranks=peers.ranks).config(self.config) if peers else self.config
+        _check_layout(own, layout)
         dtype: WeightsDtype = self.config.dtype if options.weights_dtype == "auto" else options.weights_dtype
         self._context = _kernels.Context(options.threads, options.isa)
         self._workspace = Workspace()
         weights = Weights(Checkpoint(directory), self._context, dtype)
-        loader = Loader(self.config, weights, self._context, self._workspace)
+        loader = Loader(self.config, weights, self._context, self._workspace, peers)
         self._embedding = loader.embedding()
         self._network = loader.network(self._embedding, with_head=options.purpose != "prefill")
         cache = CpuCache(layout, num_pages, kv, self.config.latent.rank if self.config.latent else 0)
-        self._attention = CpuAttention(self._context, self._workspace, self.config, cache, loader.head_norms())
+        self._attention = CpuAttention(self._context, self._workspace, own, cache, loader.head_norms())
         self.weights_bytes = weights.bytes
 
     @property
@@ -59,15 +72,16 @@ class Model:
     def step(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> list[int | None]:
         """One forward over `rows`: their K and V are written, and a token is drawn for each row that asks for one.
 
-        `after_attention` is called once a layer. Raises `ValueError` for rows that are not sound, before anything is
-        written. Other rows never change what a row gets, not by a bit.
+        `after_attention` is called once a layer, when all ranks have written the layer's K and V. Only rank 0 draws. Raises
+        `ValueError` for rows that are not sound, in every rank and before anything is written; `RankLost`. Other rows never
+        change what a row gets, not by a bit.
         """
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
-        if wanted and self._network.head is None:
+        if wanted and self._prefills_only:
             raise ValueError(f"row {wanted[0]}: asks for a token of a model that was loaded to prefill only")
         x = self._forward(rows, after_attention, fill_only=not wanted)
         sampled: list[int | None] = [None] * len(rows)
-        if wanted:
+        if wanted and self._draws:
             ends = np.cumsum([len(row.tokens) for row in rows])
             logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
             samplings = [row.sample for row in rows if row.sample is not None]

@@ -70,23 +70,32 @@ class Block(Generic[A]):
 class Network(Generic[A]):
     """`blocks` between the embedding, which the caller does, and the final norm and head."""
 
-    def __init__(self, blocks: Sequence[Block[A]], norm: Norm[A], head: Projection[A] | None) -> None:
-        """`head` None: a network that only fills the cache."""
-        self.blocks, self.norm, self.head = blocks, norm, head
+    def __init__(
+        self,
+        blocks: Sequence[Block[A]],
+        norm: Norm[A],
+        head: Projection[A] | None,
+        fence: Callable[[], None] | None = None,
+    ) -> None:
+        """`head` None: a network that only fills the cache. `fence`: returns when the cache has what all ranks wrote, which
+        otherwise the end of attention waits for; None where there is one rank."""
+        self.blocks, self.norm, self.head, self._fence = blocks, norm, head, fence
 
     def run(
         self, x: A, attention: Attention[A], after_attention: Callable[[], None] | None, *, fill_only: bool
     ) -> None:
         """x, the embedded tokens of the rows that `attention` was planned for, becomes the last hidden states, in place.
 
-        `after_attention` is called once a layer, when the layer's K and V are in the cache. `fill_only`: only the cache
-        is wanted, and x is left undefined: the last layer ends with its K and V.
+        `after_attention` is called once a layer, when the layer's K and V are in the caches of all ranks. `fill_only`:
+        only the cache is wanted, and x is left undefined: the last layer ends with its K and V.
         """
         for layer, block in enumerate(self.blocks):
             qkv = block.keep(layer, x, attention)
             last = fill_only and layer + 1 == len(self.blocks)
             if not last:
                 block.attend(layer, x, qkv, attention)
+            elif self._fence is not None:
+                self._fence()
             if after_attention is not None:
                 after_attention()
             if not last:

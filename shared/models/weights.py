@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,22 @@ from shared.models import _kernels
 from shared.models.checkpoint import Checkpoint, Stored
 from shared.models.config import Activation, WeightsDtype
 from shared.models.cpu import Floats
+
+ALL = slice(None)
+
+
+class Part(NamedTuple):
+    """Rows and columns of the matrix `name`, `[outputs, inputs]` in the checkpoint."""
+
+    name: str
+    outputs: int
+    inputs: int
+    rows: slice = ALL
+    columns: slice = ALL
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(range(self.outputs)[self.rows]), len(range(self.inputs)[self.columns])
 
 
 class Weights:
@@ -38,29 +55,27 @@ class Weights:
         self.bytes += linear.bytes
         return linear
 
-    def linear(
-        self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool = False
-    ) -> _kernels.Linear:
-        """The matrices `names`, one below the other."""
-        linear = self._empty(sum(outputs), inputs)
-        first = 0
-        for name, rows in zip(names, outputs, strict=True):
-            _fill(linear, first, self.stored(name, (rows, inputs)))
-            if bias:
-                linear.fill_bias(first, self.vector(name + ".bias", rows))
-            first += rows
+    def linear(self, parts: Sequence[Part], *, bias: bool = False) -> _kernels.Linear:
+        """`parts`, one below the other. `bias`: with the rows' biases, whichever columns are taken."""
+        linear = self._empty(sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self._fill_parts(linear, parts, bias=bias)
         return linear
 
-    def gated(
-        self, prefix: str, intermediate: int, inputs: int, activation: Activation, *, bias: bool = False
-    ) -> _kernels.Linear:
-        """gate_proj and up_proj as one: activation(gate x) * (up x)."""
-        linear = self._empty(2 * intermediate, inputs, activation)
-        for first, name in ((0, prefix + "gate_proj"), (intermediate, prefix + "up_proj")):
-            _fill(linear, first, self.stored(name, (intermediate, inputs)))
-            if bias:
-                linear.fill_bias(first, self.vector(name + ".bias", intermediate))
+    def gated(self, gate: Part, up: Part, activation: Activation, *, bias: bool = False) -> _kernels.Linear:
+        """Both as one: activation(gate x) * (up x)."""
+        linear = self._empty(gate.shape[0] + up.shape[0], gate.shape[1], activation)
+        self._fill_parts(linear, [gate, up], bias=bias)
         return linear
+
+    def _fill_parts(self, linear: _kernels.Linear, parts: Sequence[Part], *, bias: bool) -> None:
+        first = 0
+        for part in parts:
+            stored = self.stored(part.name, (part.outputs, part.inputs))
+            _fill(linear, first, Stored(stored.values[part.rows, part.columns], stored.dtype))
+            if bias:
+                values = self.vector(part.name + ".bias", part.outputs)[part.rows]
+                linear.fill_bias(first, np.ascontiguousarray(values))
+            first += part.shape[0]
 
     def _empty(self, outputs: int, inputs: int, activation: Activation | None = None) -> _kernels.Linear:
         gated = activation is not None

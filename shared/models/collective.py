@@ -1,0 +1,62 @@
+"""Sums over the ranks of a tensor parallel group.
+
+Between processes of one machine they go through memory that all map. Not through gloo: it comes with torch, which no
+executor imports on CPU, and a sum of one token's hidden state would take it tens to hundreds of microseconds over its
+sockets, twice a layer, where a copy and a futex take a few.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import RankLost
+from shared.models import _kernels
+
+DEADLINE_S = 60.0
+"""How long a rank waits for another within a step; steps have deadlines of their own, mostly shorter."""
+
+
+class Collective(Protocol):
+    """One rank's end. Every rank makes the same calls in the same order, from one thread."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+
+    def all_reduce_sum(self, values: npt.NDArray[np.float32]) -> None:
+        """`values`, `[rows, columns]` and of one shape in all ranks, become their sum, in place; the same bits everywhere.
+
+        Raises `RankLost` where a rank has ended or does not come by the deadline: `values` are undefined then, and every
+        later call may raise."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when all ranks have come; what each wrote before is visible to all. Raises as `all_reduce_sum` does."""
+        ...
+
+
+class SharedMemory:
+    """A `Collective` over memory, at first zeros, that all ranks map; `shared.engine.collective` makes it.
+
+    A rank that has ended is noticed within 0.1 s of waiting for it. A waiting rank spins for some tens of microseconds,
+    where every rank has a processor, and sleeps then."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], rank: int, ranks: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """Raises `ValueError` where the memory is too small."""
+        self.rank, self.ranks = rank, ranks
+        self._ends = _kernels.AllReduce(memory, rank, ranks)
+        self._deadline_s = deadline_s
+
+    def all_reduce_sum(self, values: npt.NDArray[np.float32]) -> None:
+        self._check(self._ends.sum(values, self._deadline_s))
+
+    def barrier(self) -> None:
+        self._check(self._ends.barrier(self._deadline_s))
+
+    def _check(self, missing: int | None) -> None:
+        if missing is not None:
+            raise RankLost(missing, self.ranks, self._deadline_s)

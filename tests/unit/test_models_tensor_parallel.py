@@ -1,0 +1,120 @@
+"""A model over several ranks beside the whole one, and the sums that join them; the ranks are threads here."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shared.engine.collective import shared_bytes
+from shared.engine.protocol import Row
+from shared.engine.whole import Whole, WholeConfig
+from shared.errors import ModelError, RankLost
+from shared.models.collective import SharedMemory
+from shared.models.config import load_config
+from shared.models.model import Model, ModelOptions
+from shared.models.shard import Shard, sharded_layout
+from tests import random_models
+
+TOKENS = np.random.default_rng(0).integers(0, 160, 70).tolist()
+PAGES = np.arange(8, dtype="<i4").tobytes()
+
+VARIANTS = {
+    "llama": ("llama", {}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-moe": ("qwen3-moe", {}),
+    "deepseek-v3": ("deepseek-v3", {}),
+    "gemma3": ("gemma3", {}),
+}
+
+
+def on_ranks(ranks, call):
+    memory = np.zeros(shared_bytes(ranks), np.uint8)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: call(SharedMemory(memory, rank, ranks, deadline_s=20.0)), range(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_caches_are_the_whole_models(tmp_path, name, ranks):
+    kind, changes = VARIANTS[name]
+    directory = random_models.save(kind, tmp_path, **changes)
+    whole = Whole(directory, WholeConfig(page_size=16, kv_tokens=128))
+    expected = whole.model.all_logits([Row(tokens=TOKENS, start=0, pages=PAGES)])
+    layout = sharded_layout(whole.layout, ranks)
+    regions = [np.zeros(layout.region_bytes(8), np.uint8) for _ in range(ranks)]
+
+    def run(peers):
+        model = Model(directory, ModelOptions(), layout, 8, regions[peers.rank], peers=peers)
+        calls: list[int] = []
+        assert model.step([Row(tokens=TOKENS[:40], start=0, pages=PAGES)], lambda: calls.append(1)) == [None]
+        assert len(calls) == layout.num_layers
+        if peers.rank:
+            model._forward([Row(tokens=TOKENS, start=0, pages=PAGES)], None, fill_only=False)
+            return None
+        return model.all_logits([Row(tokens=TOKENS, start=0, pages=PAGES)])
+
+    logits = on_ranks(ranks, run)[0]
+    assert abs(logits - expected).max() / expected.std() < 1e-3
+    assert (logits.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.98
+    kv_heads = load_config(directory).kv_heads
+    if kv_heads < ranks:  # replicas hold the same bytes
+        for rank in range(ranks):
+            assert (regions[rank] == regions[rank // (ranks // kv_heads) * (ranks // kv_heads)]).all()
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(4, 2), (2, 2), (2, 4), (1, 4)])
+def test_kv_heads_by_rank(heads, ranks):
+    for rank in range(ranks):
+        part = Shard(rank=rank, ranks=ranks).kv_heads(heads)
+        assert part == slice(rank * heads // ranks, max(1, heads // ranks) + rank * heads // ranks)
+
+
+def test_what_does_not_divide_is_refused(tmp_path):
+    config = load_config(random_models.save("llama", tmp_path))
+    with pytest.raises(ModelError, match="3"):
+        Shard(rank=0, ranks=3).config(config)
+    with pytest.raises(ModelError, match="2 KV heads"):
+        sharded_layout(config.layout(page_size=16, dtype="float32"), 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sums_have_the_same_bits_in_every_rank(ranks):
+    shapes = [(1, 1), (3, 50), (1, 1 << 18), (2, 300_001), (0, 5)]
+    arrays = [
+        [np.random.default_rng((rank, i)).standard_normal(shape, np.float32) for i, shape in enumerate(shapes)]
+        for rank in range(ranks)
+    ]
+    expected = [sum(own[i].astype(np.float64) for own in arrays) for i in range(len(shapes))]
+
+    def run(peers):
+        for _ in range(20):
+            peers.barrier()
+        for array in arrays[peers.rank]:
+            peers.all_reduce_sum(array)
+
+    on_ranks(ranks, run)
+    for i, right in enumerate(expected):
+        assert all((own[i] == arrays[0][i]).all() for own in arrays)
+        np.testing.assert_allclose(arrays[0][i], right, atol=1e-5)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    memory = np.zeros(shared_bytes(2), np.uint8)
+    lead = SharedMemory(memory, 0, 2, deadline_s=0.05)
+    with pytest.raises(RankLost, match="rank 1 of 2") as raised:
+        lead.barrier()
+    assert raised.value.rank == 1
+
+
+def test_a_rank_that_has_ended_is_noticed_before_the_deadline():
+    memory = np.zeros(shared_bytes(2), np.uint8)
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(child, 0)
+    lead = SharedMemory(memory, 0, 2, deadline_s=60.0)
+    memory[128:256].view(np.int64)[1] = child
+    with pytest.raises(RankLost, match="rank 1 of 2"):
+        lead.all_reduce_sum(np.zeros((1, 4), np.float32))
