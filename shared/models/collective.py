@@ -1,8 +1,7 @@
 """Sums over the ranks of a tensor parallel group.
 
 Between processes of one machine they go through memory that all map. Not through gloo: it comes with torch, which no
-executor imports on CPU, and a sum of one token's hidden state would take it tens to hundreds of microseconds over its
-sockets, twice a layer, where a copy and a futex take a few.
+executor imports on CPU, and sends through sockets what a copy and a futex can do.
 """
 
 from __future__ import annotations
