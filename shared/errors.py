@@ -20,7 +20,6 @@
     ├── BusError               the broker cannot be reached, or refused
     │   └── NobodyListens      the broker is there, the one addressed is not
     └── MeshError
-        ├── StaleIncarnation   a message for an earlier start of an instance
         ├── PairMismatch       two instances that cannot work together: both values
         └── AttemptFailed      an attempt ended without its answer: stage, reason, retryable
 
@@ -152,14 +151,6 @@ class NobodyListens(BusError):
 
 class MeshError(KvmeshError):
     """Something between instances went wrong."""
-
-
-class StaleIncarnation(MeshError):
-    """A message named an incarnation that is not the one running."""
-
-    def __init__(self, named: int, current: int) -> None:
-        super().__init__(f"the message is for incarnation {named:016x}; this is {current:016x}")
-        self.named, self.current = named, current
 
 
 class PairMismatch(MeshError):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 LATENCY_BUCKETS = (
@@ -31,23 +31,6 @@ class LedgerCollector(Collector):
         yield pages
         yield GaugeMetricFamily("kvmesh_pool_pages", "Pages of the KV pool, all states", value=sum(counts.values()))
         yield GaugeMetricFamily("kvmesh_page_tokens", "Tokens in a page", value=self._page_tokens)
-
-
-class ReadCollector(Collector):
-    """Gauges and counters that are read from elsewhere when scraped: name → (help, kind, read)."""
-
-    def __init__(
-        self,
-        gauges: Mapping[str, tuple[str, Callable[[], float]]],
-        counters: Mapping[str, tuple[str, Callable[[], float]]],
-    ):
-        self._gauges, self._counters = gauges, counters
-
-    def collect(self) -> Iterator[Metric]:
-        for name, (text, read) in self._gauges.items():
-            yield GaugeMetricFamily(name, text, value=read())
-        for name, (text, read) in self._counters.items():
-            yield CounterMetricFamily(name, text, value=read())
 
 
 def new_registry(*collectors: Collector) -> CollectorRegistry:
