@@ -106,4 +106,4 @@ async def test_a_split_that_does_not_fit_is_refused_and_leaves_nothing(directory
     with pytest.raises(ModelError, match="attention heads, 4"):
         async with ExecutorGroup.start(config_for(directory), 8):
             pass
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "descriptors were left open"
