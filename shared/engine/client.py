@@ -75,7 +75,12 @@ class Executor:
             await executor._load()
             yield executor
         finally:
-            await asyncio.shield(asyncio.ensure_future(executor.close()))
+            closing = asyncio.ensure_future(executor.close())
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError:
+                await closing  # also when cancelled while it closes: nobody else would wait for the process
+                raise
 
     @property
     def kv_fd(self) -> int:
