@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from shared.errors import BusError
 from shared.messages import Generate
 from tests.broker import Broker
 from tests.fake_mesh import FakeDecoder, accepting, saying
@@ -41,9 +42,15 @@ async def streaming(router: Front, decoder: FakeDecoder) -> tuple[Generate, asyn
 
 
 async def all_back(router: Front) -> None:
-    """Everybody is connected again."""
-    buses = [router.service._bus, *[instance.bus for instance in router.mesh.alive]]
-    await router.until(lambda: all(bus.connected for bus in buses), 10.0)
+    """Everybody is connected again, and the broker has their subscriptions: an answer to a flush comes after both."""
+    async with asyncio.timeout(10.0):
+        for bus in [router.service._bus, *[instance.bus for instance in router.mesh.alive]]:
+            while True:
+                try:
+                    await bus.flush(0.5)
+                    break
+                except BusError:
+                    await asyncio.sleep(0.02)
 
 
 async def test_a_stream_goes_on_after_the_broker_came_back(router: Front, nats: Broker) -> None:
