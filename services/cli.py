@@ -10,6 +10,7 @@ COMMANDS = {
     "router": ("services.router.main", "the OpenAI-compatible front"),
     "prefill": ("services.prefill.main", "one prefill instance"),
     "decode": ("services.decode.main", "one decode instance"),
+    "key": ("services.router.new_key", "a new API key for the router"),
     "settings": ("services.settings", "every setting with its default, as the README's table"),
 }
 

@@ -101,6 +101,9 @@ class RouterSettings(Settings, frozen=True, kw_only=True):
         ),
     ] = 5.0
     max_attempts: Annotated[int, Meta(ge=1, description="attempts at one request while no byte was sent")] = 3
+    api_keys: Annotated[
+        str, Meta(description="file of API keys (`kvmesh key` makes one); empty: whoever reaches the port may use it")
+    ] = ""
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
 
 

@@ -20,6 +20,9 @@ _BACKLOG_BYTES = 64 << 10
 transport pauses, so that `drain` then waits."""
 
 
+OpenStream = Callable[[Attempt, bytes], Awaitable[EventStream]]
+
+
 class WholeAnswer:
     """Collects everything; nothing is sent before the end, so that every failure can still be retried."""
 
@@ -37,6 +40,11 @@ class WholeAnswer:
     @property
     def stopped(self) -> bool:
         return self._output.stopped
+
+    @property
+    def tokens(self) -> int:
+        """Of the output so far."""
+        return self._output.tokens
 
     def on_tokens(self, tokens: list[int]) -> bool:
         if self.stopped:
@@ -59,9 +67,7 @@ class WholeAnswer:
 class StreamedAnswer:
     """Writes every token in the turn in which it comes; `open_stream` is called once, when the first is there."""
 
-    def __init__(
-        self, job: Job, vocabulary: Vocabulary, open_stream: Callable[[Attempt, bytes], Awaitable[EventStream]]
-    ) -> None:
+    def __init__(self, job: Job, vocabulary: Vocabulary, open_stream: OpenStream) -> None:
         self._job, self._vocabulary, self._open = job, vocabulary, open_stream
         self._chunks = Chunks(job)
         self.events: EventStream | None = None
@@ -79,6 +85,11 @@ class StreamedAnswer:
     @property
     def stopped(self) -> bool:
         return self._output.stopped
+
+    @property
+    def tokens(self) -> int:
+        """Of the output so far."""
+        return self._output.tokens
 
     def on_tokens(self, tokens: list[int]) -> bool:
         if self._output.stopped:

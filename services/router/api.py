@@ -13,8 +13,9 @@ import msgspec
 from aiohttp import web
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
-from services.router.answers import StreamedAnswer, WholeAnswer
+from services.router.answers import OpenStream, StreamedAnswer, WholeAnswer
 from services.router.attempts import Attempt
+from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
 from services.router.relay import Request
 from services.router.service import RouterService
@@ -44,8 +45,9 @@ Prepare = Callable[[bytes], Awaitable[Job]]
 class Api:
     """Handlers. One a router."""
 
-    def __init__(self, service: RouterService, *, body_s: float = BODY_S) -> None:
+    def __init__(self, service: RouterService, keys: Keyring, *, body_s: float = BODY_S) -> None:
         self._service = service
+        self._keys = keys
         self._body_s = body_s
         self._model = service.model
 
@@ -64,10 +66,12 @@ class Api:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._answer(http, "completions", self._completion_job)
 
-    async def models(self, _http: web.Request) -> web.Response:
+    async def models(self, http: web.Request) -> web.Response:
+        self._holder(http)
         return _json(ModelList(data=[self._card()]))
 
     async def model(self, http: web.Request) -> web.Response:
+        self._holder(http)
         name = http.match_info["id"]
         if name != self._model.name:
             message = f"the model {name!r} does not exist here; this is {self._model.name!r}"
@@ -119,13 +123,31 @@ class Api:
     async def _respond(
         self, http: web.Request, prepare: Prepare, began: float, label: str, span: Span
     ) -> tuple[web.StreamResponse, str]:
+        holder = self._holder(http)
         if self._service.draining:
             raise Refused("this router is shutting down")
-        job = await prepare(await self._read(http))
-        span.set_attribute("kvmesh.prompt_tokens", len(job.tokens))
-        if job.stream:
-            return await self._stream(http, job, began, label, span)
-        answer = WholeAnswer(job, self._model.vocabulary)
+        with holder.request():
+            job = await prepare(await self._read(http))
+            span.set_attribute("kvmesh.prompt_tokens", len(job.tokens))
+            holder.admit(len(job.tokens))
+            answer: WholeAnswer | StreamedAnswer
+            if job.stream:
+                answer = StreamedAnswer(job, self._model.vocabulary, _opener(http, label))
+                answering = self._stream(job, answer, began, span)
+            else:
+                answer = WholeAnswer(job, self._model.vocabulary)
+                answering = self._whole(job, answer, began, label, span)
+            try:
+                return await answering
+            finally:
+                holder.charge(answer.tokens)
+
+    def _holder(self, http: web.Request) -> Holder:
+        return self._keys.holder(http.headers.get("Authorization"))
+
+    async def _whole(
+        self, job: Job, answer: WholeAnswer, began: float, label: str, span: Span
+    ) -> tuple[web.StreamResponse, str]:
         request = self._request(job, answer, began)
         attempt = await self._service.relay.run(request)
         _note(span, request, attempt)
@@ -134,12 +156,8 @@ class Api:
         ), "ok"
 
     async def _stream(
-        self, http: web.Request, job: Job, began: float, label: str, span: Span
+        self, job: Job, answer: StreamedAnswer, began: float, span: Span
     ) -> tuple[web.StreamResponse, str]:
-        async def open_stream(attempt: Attempt, first: bytes) -> EventStream:
-            return await EventStream.open(http, _headers(attempt, label), first)
-
-        answer = StreamedAnswer(job, self._model.vocabulary, open_stream)
         request = self._request(job, answer, began)
         outcome = "ok"
         try:
@@ -200,6 +218,13 @@ def _label(http: web.Request) -> str:
     """The client's own id of the request, where it sent a plain one. It labels, and never identifies."""
     given = http.headers.get("x-request-id", "")
     return given if _LABEL.fullmatch(given) else secrets.token_hex(16)
+
+
+def _opener(http: web.Request, label: str) -> OpenStream:
+    async def open_stream(attempt: Attempt, first: bytes) -> EventStream:
+        return await EventStream.open(http, _headers(attempt, label), first)
+
+    return open_stream
 
 
 def _headers(attempt: Attempt, label: str) -> dict[str, str]:

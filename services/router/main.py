@@ -15,6 +15,7 @@ import msgspec
 
 from services.router.api import Api
 from services.router.detokenize import Vocabulary
+from services.router.keys import Keyring, read_keys
 from services.router.metrics import RouterMetrics
 from services.router.model import ServedModel, load_tokenizer
 from services.router.service import RouterService
@@ -88,13 +89,14 @@ async def running(settings: RouterSettings, model: ServedModel) -> AsyncIterator
     its watching fails, so does the block: a router that notices no failure must not go on."""
     me = InstanceRef(subjects.check_name("KVMESH_NAME", settings.name), secrets.randbits(64))
     metrics = RouterMetrics(new_registry())
+    keys = Keyring(read_keys(settings.api_keys) if settings.api_keys else {}, time.monotonic)
     async with Bus.connect(settings.nats_url, token=settings.nats_token, name=me.name) as bus:
         service = RouterService(me, settings, bus, model, metrics)
         await service.start()
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(service.run())
             try:
-                async with listening(Api(service).application(), settings.host, settings.port) as url:
+                async with listening(Api(service, keys).application(), settings.host, settings.port) as url:
                     yield service, url
             finally:
                 await service.relay.courier.drained(DRAIN_CANCELS_S)

@@ -2,7 +2,7 @@
 
 | raised | status | type | code |
 | --- | --- | --- | --- |
-| `RequestError` | its own, 400 by default | invalid_request_error | its own |
+| `RequestError` | its own, 400 by default; 401 with WWW-Authenticate | invalid_request_error | its own |
 | `Refused`, 429 | with Retry-After | rate_limit_error | rate_limit_exceeded |
 | `Refused`, else | its own, 503 by default, with Retry-After | service_unavailable_error | unavailable |
 | `AttemptFailed` | 503 with Retry-After where another try may work, else 500 | server_error | attempt_failed |
@@ -60,6 +60,9 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 def describe(error: BaseException) -> ErrorAnswer:
     """The answer for `error`; never its internals when it is not one of ours."""
     match error:
+        case RequestError(status=401):
+            answer = _answer(401, error.message, "invalid_request_error", error.code)
+            return msgspec.structs.replace(answer, headers={"WWW-Authenticate": "Bearer"})
         case RequestError():
             return _answer(error.status, error.message, "invalid_request_error", error.code, param=error.param)
         case Refused(status=429):

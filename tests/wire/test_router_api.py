@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.router.api import Api
+from services.router.keys import Keyring
 from shared.messages import Load
 from shared.web.server import listening
 from tests.broker import Broker
@@ -138,7 +140,7 @@ async def test_metrics_tell_what_happened(router: Front) -> None:
 
 
 async def test_a_body_that_never_comes_has_a_deadline(router: Front) -> None:
-    impatient = Api(router.service, body_s=0.05).application()
+    impatient = Api(router.service, Keyring({}, time.monotonic), body_s=0.05).application()
     async with listening(impatient, "127.0.0.1", 0) as url, asyncio.timeout(5.0):
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
