@@ -10,6 +10,7 @@ COMMANDS = {
     "router": ("services.router.main", "the OpenAI-compatible front"),
     "prefill": ("services.prefill.main", "one prefill instance"),
     "decode": ("services.decode.main", "one decode instance"),
+    "credentials": ("services.up.credentials", "certificates, users and rights for a broker that others can reach"),
     "key": ("services.router.new_key", "a new API key for the router"),
     "settings": ("services.settings", "every setting with its default, as the README's table"),
 }
@@ -21,7 +22,7 @@ def main() -> None:
     if command in ("-h", "--help"):
         print("usage: kvmesh COMMAND [--help] [flags]\n")
         for name, (_, text) in COMMANDS.items():
-            print(f"  {name:<9} {text}")
+            print(f"  {name:<12} {text}")
         return
     if command not in COMMANDS:
         print(f"kvmesh: no command {command!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
+import ssl
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import nats.errors
@@ -22,7 +26,9 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from opentelemetry.context import Context
 
-from shared.errors import BusError, NobodyListens
+from shared import subjects
+from shared.config import Settings
+from shared.errors import BusError, ConfigError, NobodyListens
 from shared.telemetry import traces
 
 log = logging.getLogger(__name__)
@@ -57,6 +63,30 @@ class Message(Generic[T]):
 Handler = Callable[[Message[T]], Awaitable[None]]
 
 
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """How the broker is reached: nats:// or tls:// URL, and either a user with a password, a token, or neither. `ca`: PEM file
+    of who signs the broker's certificate; empty: the system's authorities. Not for logs: it holds secrets."""
+
+    url: str
+    token: str = ""
+    user: str = ""
+    password: str = ""
+    ca: str = ""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Access:
+        return cls(
+            url=settings.nats_url,
+            token=settings.nats_token,
+            user=settings.nats_user,
+            password=settings.nats_password,
+            ca=settings.nats_ca,
+        )
+
+    def __repr__(self) -> str:
+        return f"Access(url={_shown(self.url)!r}, user={self.user!r})"
+
+
 class Bus:
     """A connection to the broker that comes back by itself. Used from one event loop."""
 
@@ -66,8 +96,9 @@ class Bus:
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._closing = False
         self._connected_once = False
-        self._echo_subject = client.new_inbox()
+        self._echo_subject = ""
         self._echoes: dict[bytes, asyncio.Future[None]] = {}
+        self._errors: deque[str] = deque(maxlen=64)
         self.malformed = 0
         """Messages dropped because they did not decode."""
         self.failed = 0
@@ -76,14 +107,16 @@ class Bus:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, url: str, *, token: str = "", name: str = "kvmesh", timeout_s: float = CONNECT_TIMEOUT_S
+        cls, access: Access, *, name: str = "kvmesh", timeout_s: float = CONNECT_TIMEOUT_S
     ) -> AsyncIterator[Bus]:
-        """Raises `BusError`, naming the URL, when the broker is not there within `timeout_s`."""
+        """Raises `BusError`, naming the URL, when the broker is not there within `timeout_s` or does not let us in, and
+        `ConfigError` for a `ca` that is no file of certificates."""
         client = Client()
         bus = cls(client)
         options: dict[str, Any] = {
             "name": name,
-            "token": token or None,
+            **_credentials(access),
+            "inbox_prefix": subjects.reply_prefix(access.user),
             "reconnect_time_wait": 0.1,
             "max_reconnect_attempts": -1,
             "ping_interval": 1,
@@ -93,8 +126,9 @@ class Bus:
             "disconnected_cb": bus._on_disconnect,
             "reconnected_cb": bus._on_reconnect,
         }
-        await _connect(client, url, options, timeout_s)
+        await _connect(bus, access.url, options, timeout_s)
         bus._connected_once = True
+        bus._echo_subject = client.new_inbox()
         await bus._listen_to_echoes()
         try:
             yield bus
@@ -155,7 +189,11 @@ class Bus:
                 self.failed += 1
                 log.exception("the handler of %s failed", subject)
 
-        return await _mapped(self._client.subscribe(subject, cb=deliver), f"subscribe to {subject}")
+        made = await _mapped(self._client.subscribe(subject, cb=deliver), f"subscribe to {subject}")
+        await self.flush()
+        if any(f'subscription to "{subject}"'.lower() in error.lower() for error in self._errors):
+            raise BusError(f"the broker does not let this user subscribe to {subject}")
+        return made
 
     async def flush(self, timeout_s: float = 2.0) -> None:
         """Until the broker has seen everything published so far. Raises `BusError`.
@@ -196,6 +234,7 @@ class Bus:
         return self._decoders[kind]
 
     async def _on_error(self, error: Exception) -> None:
+        self._errors.append(str(error) or type(error).__name__)
         if self._connected_once:
             log.warning("broker: %s", str(error) or type(error).__name__)
 
@@ -209,17 +248,40 @@ class Bus:
             callback()
 
 
-async def _connect(client: Client, url: str, options: dict[str, Any], timeout_s: float) -> None:
-    """nats-py tries for ever when `max_reconnect_attempts` is -1, the first time too; so the wait has its own deadline."""
+def _credentials(access: Access) -> dict[str, Any]:
+    """Of `Client.connect`."""
+    options: dict[str, Any] = {}
+    if access.user:
+        options |= {"user": access.user, "password": access.password}
+    if access.token:
+        options["token"] = access.token
+    if access.ca or urlsplit(access.url).scheme == "tls":
+        try:
+            options["tls"] = ssl.create_default_context(cafile=access.ca or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError("KVMESH_NATS_CA", access.ca, f"a PEM file of certificates ({error})") from None
+    return options
+
+
+def _shown(url: str) -> str:
+    """Without what may be secret in it."""
+    return re.sub("//[^/@]*@", "//", url)
+
+
+async def _connect(bus: Bus, url: str, options: dict[str, Any], timeout_s: float) -> None:
+    """nats-py tries for ever when `max_reconnect_attempts` is -1, the first time too; so the wait has its own deadline. Why it
+    was not let in it tells the error callback alone."""
+    client = bus._client
     try:
         async with asyncio.timeout(timeout_s):
             await client.connect(url, **options)
     except TimeoutError:
         await client.close()
-        raise BusError(f"no broker at {url} within {timeout_s:g} s") from None
+        why = "; ".join(dict.fromkeys(bus._errors)) or "no answer"
+        raise BusError(f"no broker at {_shown(url)} within {timeout_s:g} s: {why}") from None
     except (OSError, nats.errors.Error) as error:
         await client.close()
-        raise BusError(f"no broker at {url}: {error}") from None
+        raise BusError(f"no broker at {_shown(url)}: {error}") from None
 
 
 async def cancellable(call: Awaitable[T]) -> T:

@@ -21,8 +21,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What every process takes."""
 
     name: Annotated[str, Meta(description="stable name of this instance; default: the role")] = ""
-    nats_url: Annotated[str, Meta(description="the broker")] = "nats://127.0.0.1:4222"
+    nats_url: Annotated[str, Meta(description="the broker: nats:// or tls://")] = "nats://127.0.0.1:4222"
     nats_token: Annotated[str, Meta(description="the broker's token; empty: none")] = ""
+    nats_user: Annotated[str, Meta(description="user at the broker (`kvmesh credentials` makes one a role)")] = ""
+    nats_password: Annotated[str, Meta(description="the user's password")] = ""
+    nats_ca: Annotated[
+        str, Meta(description="PEM file of who signs a tls:// broker's certificate; empty: the system's authorities")
+    ] = ""
     host: Annotated[str, Meta(description="address on which HTTP listens")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port on which HTTP listens; 0: a free one")] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line shown")] = (

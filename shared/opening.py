@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from shared import subjects
-from shared.bus import Bus
+from shared.bus import Access, Bus
 from shared.config import InstanceSettings
 from shared.engine.client import Executor, ExecutorConfig
 from shared.errors import ConfigError
@@ -46,7 +46,7 @@ async def open_instance(role: Role, settings: InstanceSettings, threads: int) ->
         max_positions=config.max_positions,
     )
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(Bus.connect(settings.nats_url, token=settings.nats_token, name=ref.name))
+        bus = await stack.enter_async_context(Bus.connect(Access.of(settings), name=ref.name))
         executor = await stack.enter_async_context(
             Executor.start(
                 ExecutorConfig(

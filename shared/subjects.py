@@ -10,13 +10,42 @@ kvmesh.router.<name>.<incarnation>    ToRouter
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shared.errors import ConfigError
 from shared.messages import InstanceRef
 
 ANNOUNCE = "kvmesh.announce"
 DISCOVER = "kvmesh.discover"
+
+Service = Literal["router", "prefill", "decode"]
+
+
+class Rights(NamedTuple):
+    """The subjects that a role needs, as patterns; besides, it may answer whatever it was asked."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def rights(role: Service) -> Rights:
+    """What the broker should let a role do, and nothing more. A router listens to its own inbox from outside, to know that it
+    hears; everybody sends to its own reply inbox, to know that what went before has arrived."""
+    mine, replies = f"kvmesh.{role}.>", f"{reply_prefix(role)}.>"
+    subscribe = (mine, replies)
+    match role:
+        case "router":
+            return Rights((DISCOVER, "kvmesh.decode.>", mine, replies), (ANNOUNCE, *subscribe))
+        case "decode":
+            return Rights((ANNOUNCE, "kvmesh.prefill.>", "kvmesh.router.>", replies), (DISCOVER, *subscribe))
+        case "prefill":
+            return Rights((ANNOUNCE, "kvmesh.decode.>", replies), (DISCOVER, *subscribe))
+
+
+def reply_prefix(user: str) -> str:
+    """Where the answers to a user's requests go: a part of its own, so that no other role can read them."""
+    return f"_INBOX_{user}" if user else "_INBOX"
+
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -28,6 +57,6 @@ def check_name(setting: str, name: str) -> str:
     return name
 
 
-def inbox(role: Literal["router", "prefill", "decode"], instance: InstanceRef) -> str:
+def inbox(role: Service, instance: InstanceRef) -> str:
     """The subject on which this start of the instance listens."""
     return f"kvmesh.{role}.{instance.name}.{instance.incarnation:016x}"

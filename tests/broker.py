@@ -1,4 +1,4 @@
-"""A real broker of a test's own: `nats-server` on a free port of loopback, with a random token."""
+"""A real broker of a test's own: `nats-server` on a free port of loopback, with a random token or a configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _LISTENING = re.compile(rb"Listening for client connections on 127\.0\.0\.1:(\d+
 class Broker:
     """Runs from entering to leaving; can be killed, stopped, and started again on the same port meanwhile."""
 
-    def __init__(self) -> None:
-        self.token = secrets.token_hex(16)
+    def __init__(self, config: Path | None = None) -> None:
+        """`config`: who may do what, instead of a token for everything."""
+        self.token = "" if config else secrets.token_hex(16)
+        self._access = ["-c", str(config)] if config else ["--auth", self.token]
         self.port = -1
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -38,7 +40,7 @@ class Broker:
     def start(self) -> None:
         """Until it listens."""
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"
-        command = [str(binary), "-a", "127.0.0.1", "-p", str(self.port), "--auth", self.token]
+        command = [str(binary), "-a", "127.0.0.1", "-p", str(self.port), *self._access]
         self._process = process = subprocess.Popen(command, stderr=subprocess.PIPE)
         assert process.stderr is not None
         said = b""

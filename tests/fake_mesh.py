@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 
 from shared import subjects
-from shared.bus import Bus, Message
+from shared.bus import Access, Bus, Message
 from shared.layout import KvLayout
 from shared.messages import (
     PROTOCOL,
@@ -219,7 +219,7 @@ class FakeMesh:
     async def _connect(self, ref: InstanceRef) -> Bus:
         stack = await self._stack.enter_async_context(AsyncExitStack())
         self._buses[ref] = stack
-        connection = Bus.connect(self._broker.url, token=self._broker.token, name=ref.name)
+        connection = Bus.connect(Access(url=self._broker.url, token=self._broker.token), name=ref.name)
         return await stack.enter_async_context(connection)
 
 

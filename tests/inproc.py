@@ -18,7 +18,7 @@ from services.prefill.metrics import PrefillMetrics
 from services.prefill.service import PrefillService
 from services.up.broker import Broker
 from shared import subjects
-from shared.bus import Bus, Message
+from shared.bus import Access, Bus, Message
 from shared.config import DecodeSettings, InstanceSettings, PrefillSettings
 from shared.engine.client import Executor, ExecutorConfig
 from shared.instance import Announcer, Instance
@@ -213,7 +213,9 @@ class Mesh:
         self._engine = engine
 
     async def bus(self, name: str) -> Bus:
-        return await self.stack.enter_async_context(Bus.connect(self.broker.url, token=self.broker.token, name=name))
+        return await self.stack.enter_async_context(
+            Bus.connect(Access(url=self.broker.url, token=self.broker.token), name=name)
+        )
 
     async def router(self) -> StubRouter:
         router = StubRouter(await self.bus("router"))

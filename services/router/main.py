@@ -21,7 +21,7 @@ from services.router.model import ServedModel, load_tokenizer
 from services.router.service import RouterService
 from services.router.template import ChatTemplate
 from shared import config, lifecycle, subjects
-from shared.bus import Bus
+from shared.bus import Access, Bus
 from shared.config import RouterSettings
 from shared.errors import ConfigError
 from shared.messages import InstanceRef, ModelIdentity
@@ -90,7 +90,7 @@ async def running(settings: RouterSettings, model: ServedModel) -> AsyncIterator
     me = InstanceRef(subjects.check_name("KVMESH_NAME", settings.name), secrets.randbits(64))
     metrics = RouterMetrics(new_registry())
     keys = Keyring(read_keys(settings.api_keys) if settings.api_keys else {}, time.monotonic)
-    async with Bus.connect(settings.nats_url, token=settings.nats_token, name=me.name) as bus:
+    async with Bus.connect(Access.of(settings), name=me.name) as bus:
         service = RouterService(me, settings, bus, model, metrics)
         await service.start()
         async with asyncio.TaskGroup() as tasks:

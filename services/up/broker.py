@@ -1,18 +1,19 @@
-"""A broker of one's own: nats-server on loopback, on a free port, with a random token."""
+"""A broker of one's own: nats-server on loopback, on a free port, with a random password for each role."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import secrets
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+from services.up.nats_config import nats_config, new_passwords
 from services.up.process import Process
 from shared.errors import ConfigError, KvmeshError
+from shared.subjects import Service
 
 START_S = 10.0
 
@@ -27,10 +28,10 @@ def find_binary() -> str:
 
 
 class Broker:
-    """One nats-server. Started again, it has the same address and token, so that its clients find it."""
+    """One nats-server. Started again, it has the same address and users, so that its clients find it."""
 
     def __init__(self) -> None:
-        self.token = secrets.token_urlsafe(24)
+        self._passwords = new_passwords()
         self.url = ""
         self.process: Process | None = None
         self._port = -1
@@ -47,6 +48,16 @@ class Broker:
         self.url = await _url(self.process, folder)
         self._port = int(self.url.rsplit(":", 1)[1])
 
+    def told(self, role: Service) -> dict[str, str]:
+        """The variables with which a process of that role reaches it."""
+        return {
+            "KVMESH_NATS_URL": self.url,
+            "KVMESH_NATS_USER": role,
+            "KVMESH_NATS_PASSWORD": self._passwords[role],
+            "KVMESH_NATS_TOKEN": "",
+            "KVMESH_NATS_CA": "",
+        }
+
     async def close(self) -> None:
         """Idempotent."""
         if self.process is not None:
@@ -54,17 +65,11 @@ class Broker:
         self._folder.cleanup()
 
     def _write_config(self, folder: Path) -> str:
-        """The token is in a file that only its owner can read, not in the list of processes."""
+        """The passwords are in a file that only its owner can read, not in the list of processes."""
         config = folder / "nats.conf"
         config.touch(mode=0o600)
-        lines = [
-            f"listen: 127.0.0.1:{self._port}",
-            f"authorization {{ token: {json.dumps(self.token)} }}",
-            f"ports_file_dir: {json.dumps(str(folder))}",
-            "max_payload: 8MB",
-            "write_deadline: 5s",
-        ]
-        config.write_text("\n".join(lines))
+        listen, ports = f"127.0.0.1:{self._port}", f"ports_file_dir: {json.dumps(str(folder))}"
+        config.write_text(nats_config(listen, self._passwords, extra=[ports]))
         return str(config)
 
 

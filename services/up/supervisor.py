@@ -42,14 +42,14 @@ async def up(settings: UpSettings, stop: asyncio.Event) -> None:
 async def _run(broker: Broker, settings: UpSettings, stop: asyncio.Event) -> None:
     told = {
         **os.environ,
-        "KVMESH_NATS_URL": broker.url,
-        "KVMESH_NATS_TOKEN": broker.token,
         "KVMESH_MODEL": settings.model,
         "KVMESH_HOST": settings.host,
         "KVMESH_LOG_LEVEL": settings.log_level,
     }
     cores = len(os.sched_getaffinity(0))
-    parts = [Supervised(part, told, settings) for part in plan(settings, cores, os.environ)]
+    parts = [
+        Supervised(part, {**told, **broker.told(part.kind)}, settings) for part in plan(settings, cores, os.environ)
+    ]
     try:
         async with asyncio.TaskGroup() as watch:
             tasks = [

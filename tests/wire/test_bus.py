@@ -10,7 +10,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-from shared.bus import Bus
+from shared.bus import Access, Bus
 from shared.errors import BusError, NobodyListens
 
 
@@ -23,7 +23,7 @@ class Pong(msgspec.Struct, tag=True):
 
 
 def connect(broker, name="test"):
-    return Bus.connect(broker.url, token=broker.token, name=name)
+    return Bus.connect(Access(url=broker.url, token=broker.token), name=name)
 
 
 async def collect(bus, subject, kind=Ping):
@@ -160,11 +160,11 @@ async def test_a_frozen_broker_is_noticed(nats):
 
 async def test_a_broker_that_is_not_there_is_named():
     with pytest.raises(BusError, match=r"no broker at nats://127\.0\.0\.1:1\b"):
-        async with Bus.connect("nats://127.0.0.1:1", timeout_s=0.3):
+        async with Bus.connect(Access(url="nats://127.0.0.1:1"), timeout_s=0.3):
             pass
 
 
 async def test_a_wrong_token_is_an_error_in_time(shared_broker):
     with pytest.raises(BusError, match="no broker at"):
-        async with Bus.connect(shared_broker.url, token="wrong", timeout_s=1.0):
+        async with Bus.connect(Access(url=shared_broker.url, token="wrong"), timeout_s=1.0):
             pass
