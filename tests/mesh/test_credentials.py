@@ -63,7 +63,7 @@ async def test_roles_with_rights_serve(tmp_path: Path) -> None:
             url, *_ = await asyncio.gather(*parts)
             http = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
             async with asyncio.timeout(20):
-                while (await http.get(f"{url}/ready")).status_code != 200:
+                while (await http.get(f"{url}/ready")).status_code != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             body = {"model": "model", "prompt": [5, 6, 7, 8, 9], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
             answer = await http.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
