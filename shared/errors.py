@@ -8,8 +8,7 @@
     ├── EngineError
     │   ├── ExecutorDied       the executor process ended: exit status
     │   ├── RankLost           a rank of a tensor parallel group did not come to a sum: which
-    │   ├── StepTimeout        a step did not answer by its deadline
-    │   └── StepFailed         a step raised in the executor: its text
+    │   └── StepTimeout        a step did not answer by its deadline
     ├── FabricError            a fabric call failed: call, code, peer
     │   ├── FabricUnavailable  no such provider here, or it could not be opened
     │   ├── PeerLost           the peer's control connection ended or fell silent
@@ -96,14 +95,6 @@ class StepTimeout(EngineError):
     def __init__(self, step: int, timeout_s: float) -> None:
         super().__init__(f"step {step} did not answer within {timeout_s:g} s")
         self.step, self.timeout_s = step, timeout_s
-
-
-class StepFailed(EngineError):
-    """A step raised in the executor; the executor goes on. `counter` is the layer counter after it."""
-
-    def __init__(self, step: int, detail: str, counter: int = 0) -> None:
-        super().__init__(f"step {step} failed: {detail}")
-        self.step, self.detail, self.counter = step, detail, counter
 
 
 class FabricError(KvmeshError):

@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from shared import subjects
 from shared.bus import Bus
 from shared.config import InstanceSettings
-from shared.engine.client import Executor, ExecutorConfig
+from shared.engine.client import ExecutorConfig
+from shared.engine.group import ExecutorGroup
 from shared.errors import ConfigError
 from shared.instance import Instance
 from shared.kv.ledger import PagePool
@@ -19,6 +20,7 @@ from shared.models.config import load_config
 from shared.models.digest import model_digest
 from shared.models.source import resolve
 from shared.transfer.fabric import Fabric
+from shared.transfer.interface import MemoryRegion
 
 
 def pool_pages(settings: InstanceSettings) -> int:
@@ -47,8 +49,8 @@ async def open_instance(role: Role, settings: InstanceSettings, threads: int) ->
     )
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(Bus.connect(settings.nats_url, token=settings.nats_token, name=ref.name))
-        executor = await stack.enter_async_context(
-            Executor.start(
+        group = await stack.enter_async_context(
+            ExecutorGroup.start(
                 ExecutorConfig(
                     model=str(path),
                     weights_dtype=settings.weights_dtype,
@@ -62,8 +64,9 @@ async def open_instance(role: Role, settings: InstanceSettings, threads: int) ->
         )
         fabric = await Fabric.open(provider=settings.fabric, host=settings.fabric_host, identity=ref.incarnation)
         stack.push_async_callback(fabric.close)
-        region = fabric.register(executor.kv_fd, executor.kv_bytes)
-        stack.callback(region.close)
+        regions: list[MemoryRegion] = [fabric.register(fd, group.kv_bytes) for fd in group.kv_fds]
+        for region in regions:
+            stack.callback(region.close)
         yield Instance(
-            role, ref, settings, identity, layout, PagePool(pool_pages(settings)), executor, fabric, [region], bus
+            role, ref, settings, identity, layout, PagePool(pool_pages(settings)), group, fabric, regions, bus
         )

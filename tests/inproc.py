@@ -20,7 +20,8 @@ from services.up.broker import Broker
 from shared import subjects
 from shared.bus import Bus, Message
 from shared.config import DecodeSettings, InstanceSettings, PrefillSettings
-from shared.engine.client import Executor, ExecutorConfig
+from shared.engine.client import ExecutorConfig
+from shared.engine.group import ExecutorGroup
 from shared.instance import Announcer, Instance
 from shared.kv.ledger import PagePool
 from shared.layout import KvDtype, KvLayout
@@ -73,13 +74,9 @@ class Engine:
         stack.callback(executor.close)
         return executor
 
-    def kv_fds(self, executor: Any) -> list[int]:
-        """One a rank."""
-        return list(executor.kv_fds)
-
 
 class ModelEngine(Engine):
-    """A model in executor processes, one a node."""
+    """A model in executor processes."""
 
     def __init__(self, directory: Path, *, page_size: int, kv_dtype: KvDtype = "float32") -> None:
         config = load_config(directory)
@@ -91,10 +88,7 @@ class ModelEngine(Engine):
 
     async def executor(self, stack: AsyncExitStack, role: Role, pages: int) -> Any:
         config = ExecutorConfig(model=str(self.directory), layout=self.layout, num_pages=pages, purpose=role)
-        return await stack.enter_async_context(Executor.start(config))
-
-    def kv_fds(self, executor: Any) -> list[int]:
-        return [executor.kv_fd]
+        return await stack.enter_async_context(ExecutorGroup.start(config))
 
 
 class Node:
@@ -233,7 +227,7 @@ class Mesh:
         executor = await self._engine.executor(self.stack, role, pages)
         fabric: Fabric = await self._open_fabric(ref.incarnation)
         self.stack.push_async_callback(fabric.close)
-        regions = [fabric.register(fd, executor.kv_bytes) for fd in self._engine.kv_fds(executor)]
+        regions = [fabric.register(fd, executor.kv_bytes) for fd in executor.kv_fds]
         instance = Instance(
             role,
             ref,

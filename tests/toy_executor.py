@@ -11,11 +11,11 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shared.engine.counter import create_counter
-from shared.engine.protocol import Row, Step, StepDone
-from shared.errors import ExecutorDied, StepFailed
+from shared.engine.protocol import Row, Step, StepDone, StepError
+from shared.errors import ExecutorDied
 from shared.kv.shards import heads_of, shard_layout
 from shared.layout import KvLayout
 
@@ -37,16 +37,17 @@ def toy_output(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 class ToyExecutor:
-    """`gate` must be set for a step to run; `fail_next` makes one raise; `kill()` ends it as a dead process would."""
+    """`gate` must be set for a step to run; `fail_next` makes one fail; `kill()` ends it as a dead process would."""
 
-    def __init__(self, layout: KvLayout, num_pages: int, tp: int = 1) -> None:
-        """`layout` is the whole model's; all `tp` ranks are here, each with a region of its own."""
-        assert layout.dtype == "float32"
-        self.layout = layout
+    def __init__(self, whole: KvLayout, num_pages: int, tp: int = 1) -> None:
+        """`whole` is the whole model's layout; all `tp` ranks are here, each with a region of its own."""
+        assert whole.dtype == "float32"
+        self.whole = whole
         self.num_pages = num_pages
         self.tp = tp
-        self.shard = shard_layout(layout, tp)
-        self.kv_bytes = self.shard.region_bytes(num_pages)
+        self.dp = 1
+        self.layout = shard_layout(whole, tp)
+        self.kv_bytes = self.layout.region_bytes(num_pages)
         self.kv_fds = [os.memfd_create(f"toy-kv-{rank}") for rank in range(tp)]
         for fd in self.kv_fds:
             os.ftruncate(fd, self.kv_bytes)
@@ -63,11 +64,8 @@ class ToyExecutor:
         self.steps: list[Step] = []
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    @property
-    def kv_fd(self) -> int:
-        return self.kv_fds[0]
-
-    async def step(self, step: Step, *, timeout_s: float) -> StepDone:
+    async def step(self, steps: Sequence[Step], *, timeout_s: float) -> list[StepDone | StepError]:
+        (step,) = steps
         self.steps.append(step)
         self.entered.set()
         begin = time.monotonic_ns()
@@ -78,7 +76,7 @@ class ToyExecutor:
             self._dead.result()
         if self.fail_next is not None:
             detail, self.fail_next = self.fail_next, None
-            raise StepFailed(step.step, detail, self.counter)
+            return [StepError(step=step.step, detail=detail, counter=self.counter)]
         for layer in range(self.layout.num_layers):
             for row in step.rows:
                 self._write(layer, row)
@@ -86,9 +84,8 @@ class ToyExecutor:
                 self._advance()
         sampled = [self._sample(row) if row.sample is not None else None for row in step.rows]
         await asyncio.sleep(0)
-        return StepDone(
-            step=step.step, sampled=sampled, begin_ns=begin, end_ns=time.monotonic_ns(), counter=self.counter
-        )
+        end = time.monotonic_ns()
+        return [StepDone(step=step.step, sampled=sampled, begin_ns=begin, end_ns=end, counter=self.counter)]
 
     async def died(self) -> None:
         await asyncio.shield(self._dead)
@@ -109,10 +106,10 @@ class ToyExecutor:
     def _places(self, layer: int, row: Row, position: int) -> Iterator[tuple[mmap.mmap, int, int]]:
         """Of every head of K and of V of every rank: the region, the offset, and what is added to a token there."""
         page = array("i", row.pages)[position // self.layout.page_size]
-        begin = self.shard.offset(layer, page, self.num_pages)
+        begin = self.layout.offset(layer, page, self.num_pages)
         begin += position % self.layout.page_size * self.layout.head_dim * 4
         for rank, kv in enumerate(self.kv):
-            heads = heads_of(self.layout.num_kv_heads, self.tp, rank)
+            heads = heads_of(self.whole.num_kv_heads, self.tp, rank)
             for part in range(self.layout.parts):
                 for i, head in enumerate(heads):
                     at = begin + (part * len(heads) + i) * self.layout.head_bytes

@@ -12,8 +12,8 @@ from services.decode.outbox import Outbox
 from services.decode.scheduler import DecodeScheduler, PlannedRow
 from services.decode.sequence import Outcome
 from shared.engine.pages import pack_pages
-from shared.engine.protocol import Row, Step, StepDone
-from shared.errors import AttemptFailed, StepFailed
+from shared.engine.protocol import Row, Step, StepDone, StepError
+from shared.errors import AttemptFailed
 from shared.instance import Instance
 from shared.kv import plan
 from shared.messages import Emit, Timing
@@ -89,12 +89,11 @@ class Batch:
     async def _step(self, rows: list[PlannedRow]) -> None:
         self._number += 1
         step = Step(step=self._number, rows=[self._row(row) for row in rows])
-        try:
-            done = await self._instance.executor.step(step, timeout_s=self._step_timeout_s)
-        except StepFailed as error:
-            self._fail(rows, error)
+        (answer,) = await self._instance.executor.step([step], timeout_s=self._step_timeout_s)
+        if isinstance(answer, StepError):
+            self._fail(rows, answer)
         else:
-            self._take(rows, done)
+            self._take(rows, answer)
         await self._outbox.flush(asyncio.get_running_loop().time())
 
     def _row(self, row: PlannedRow) -> Row:
@@ -113,8 +112,8 @@ class Batch:
         for outcome in self._scheduler.apply(rows, done.sampled):
             self._emit(outcome, done)
 
-    def _fail(self, rows: list[PlannedRow], error: StepFailed) -> None:
-        log.error("%s", error)
+    def _fail(self, rows: list[PlannedRow], error: StepError) -> None:
+        log.error("step %d failed: %s", error.step, error.detail)
         for sequence in self._scheduler.fail(rows):
             if (attempt := self._attempts.get(sequence.attempt)) is not None:
                 self._attempts.finish_badly(attempt, AttemptFailed("decode step", error.detail))

@@ -44,7 +44,7 @@ class Runner:
             {"weights_dtype": start.weights_dtype, "threads": start.threads, "purpose": start.purpose}, ModelOptions
         )
         self._leads = start.rank == 0
-        self.model = Model(Path(start.model), options, start.layout, start.num_pages, kv, peers=_peers(start))
+        self.model = Model(Path(start.model), options, start.layout, start.num_pages, kv, peers=_tensor_peers(start))
 
     def run(self, step: Step) -> StepDone | StepError:
         begin_ns = time.monotonic_ns()
@@ -62,11 +62,11 @@ class Runner:
         self.counter.advance()
 
 
-def _peers(start: Start) -> SharedMemory | None:
-    if start.collective_fd is None:
+def _tensor_peers(start: Start) -> SharedMemory | None:
+    if start.tensor_fd is None:
         return None
-    memory = np.frombuffer(_map(start.collective_fd, shared_bytes(start.ranks)), np.uint8)
-    return SharedMemory(memory, start.rank, start.ranks)
+    memory = np.frombuffer(_map(start.tensor_fd, shared_bytes(start.tp)), np.uint8)
+    return SharedMemory(memory, start.rank % start.tp, start.tp)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
