@@ -7,7 +7,8 @@
     ├── ModelError             a model directory that cannot be loaded or is not supported
     ├── EngineError
     │   ├── ExecutorDied       the executor process ended: exit status
-    │   ├── RankLost           a rank of a tensor parallel group did not come to a sum: which
+    │   ├── RankLost           a rank did not come to what the ranks do together: which
+    │   ├── RowsFailed         rows that are not sound, or came to nothing
     │   └── StepTimeout        a step did not answer by its deadline
     ├── FabricError            a fabric call failed: call, code, peer
     │   ├── FabricUnavailable  no such provider here, or it could not be opened
@@ -82,11 +83,15 @@ class ExecutorDied(EngineError):
 
 
 class RankLost(EngineError):
-    """Rank `rank` of `ranks` has ended, or did not come to a sum within `deadline_s` seconds."""
+    """Rank `rank` of `ranks` has ended, or did not come to a collective within `deadline_s` seconds."""
 
     def __init__(self, rank: int, ranks: int, deadline_s: float) -> None:
         super().__init__(f"rank {rank} of {ranks} has ended, or did not come within {deadline_s:g} s")
         self.rank, self.ranks, self.deadline_s = rank, ranks, deadline_s
+
+
+class RowsFailed(EngineError, ValueError):
+    """The rows of a step are not sound, or their logits are not numbers. Only they are concerned: the ranks are in step."""
 
 
 class StepTimeout(EngineError):

@@ -45,7 +45,7 @@ class ToyExecutor:
         self.whole = whole
         self.num_pages = num_pages
         self.tp = tp
-        self.dp = 1
+        self.dp = self.ep = 1
         self.layout = shard_layout(whole, tp)
         self.kv_bytes = self.layout.region_bytes(num_pages)
         self.kv_fds = [os.memfd_create(f"toy-kv-{rank}") for rank in range(tp)]

@@ -5,9 +5,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <stdexcept>
 
-#include "all_reduce.h"
+#include "communicator.h"
 #include "context.h"
 #include "experts.h"
 #include "layer_counter.h"
@@ -114,7 +115,7 @@ void run_experts(const Experts& experts, Context& context, const Matrix<const in
     require(rows(ids) == n && rows(weights) == n && columns(weights) == per_token, "ids, weights: [rows, per_token]");
     require(columns(x) == experts.inputs() && rows(out) == n && columns(out) == experts.outputs(), "x, out: one a row");
     for (int64_t i = 0; i < int64_t{n} * per_token; ++i)
-        require(ids.data()[i] >= 0 && ids.data()[i] < experts.count(), "no such expert");
+        require(ids.data()[i] >= 0 && ids.data()[i] < experts.total(), "no such expert");
     nb::gil_scoped_release unlocked;
     experts.run(context, n, per_token, ids.data(), weights.data(), x.data(), out.data());
 }
@@ -217,11 +218,44 @@ struct LayerCounter {
     Vector<uint64_t> word;
 };
 
-// One rank's end of the memory of a tensor parallel group; keeps it alive.
-struct AllReduceHolder {
+// One rank's end of the memory of a group; keeps it alive, and the memory of the last rows that were received, which is
+// used again once nobody looks at them.
+struct CommunicatorHolder {
     Vector<uint8_t> memory;
-    AllReduce ends;
+    Communicator ends;
+    std::shared_ptr<Received> received;
 };
+
+nb::object received_array(const std::shared_ptr<Received>& received, int64_t width) {
+    nb::capsule owner(new std::shared_ptr<Received>(received),
+                      [](void* pointer) noexcept { delete static_cast<std::shared_ptr<Received>*>(pointer); });
+    size_t shape[] = {received->rows.size() / width, static_cast<size_t>(width)};
+    nb::ndarray<nb::numpy, float, nb::ndim<2>> array(received->rows.data(), 2, shape, owner);
+    return nb::cast(array);
+}
+
+nb::object all_to_all(CommunicatorHolder& self, const Matrix<const float>& values, const Vector<const int64_t>& counts,
+                      double timeout_s) {
+    require(static_cast<int>(counts.shape(0)) == self.ends.ranks(), "one count a rank");
+    int64_t total = 0;
+    for (size_t i = 0; i < counts.shape(0); ++i) {
+        require(counts.data()[i] >= 0, "a count is 0 or more");
+        total += counts.data()[i];
+    }
+    require(total == rows(values), "the counts add up to the rows");
+    if (!self.received || self.received.use_count() > 1) self.received = std::make_shared<Received>();
+    std::optional<int> missing;
+    {
+        nb::gil_scoped_release unlocked;
+        missing = self.ends.all_to_all(values.data(), columns(values), counts.data(), *self.received, timeout_s);
+    }
+    if (missing) return nb::cast(*missing);
+    return nb::make_tuple(received_array(self.received, columns(values)), self.received->counts);
+}
+
+void check_gather(const Communicator& ends, const Matrix<const float>& values, const Matrix<float>& out) {
+    require(ends.rank() != 0 || out.size() == values.size() * ends.ranks(), "out has room for every rank's values");
+}
 
 }  // namespace
 
@@ -291,10 +325,19 @@ NB_MODULE(_kernels, m) {
         .def("route", &route_rows, "context"_a, "logits"_a, "ids"_a, "weights"_a,
              "Fills ids and weights [rows, per_token], best first; equal scores go to the smaller number.");
 
-    nb::class_<Experts>(m, "Experts", "Gated linears and their way back; copies share the weights.")
-        .def(nb::init<std::vector<Linear>, std::vector<Linear>>(), "gate_up"_a, "down"_a)
+    nb::class_<Experts>(
+        m, "Experts",
+        "Gated linears and their way back, numbered from `first` on, of `total`; copies share the weights.")
+        .def(
+            "__init__",
+            [](Experts* self, std::vector<Linear> gate_up, std::vector<Linear> down, int first,
+               std::optional<int> total) {
+                int all = total.value_or(first + static_cast<int>(down.size()));
+                new (self) Experts(std::move(gate_up), std::move(down), first, all);
+            },
+            "gate_up"_a, "down"_a, nb::kw_only(), "first"_a = 0, "total"_a.none() = nb::none())
         .def("add", &run_experts, "context"_a, "ids"_a, "weights"_a, "x"_a, "out"_a,
-             "out[row] += weight * expert(x[row]), by ascending expert.");
+             "out[row] += weight * expert(x[row]), by ascending expert, over those that are here.");
 
     nb::class_<Batch>(m, "Batch", "The rows of one step, checked against the cache.")
         .def(
@@ -356,25 +399,39 @@ NB_MODULE(_kernels, m) {
             "value"_a, "timeout_s"_a, "Sleep until the counter is above `value`, or the time is up; what it is then.")
         .def_prop_ro("value", [](const LayerCounter& self) { return read_counter(self.word.data()); });
 
-    nb::class_<AllReduceHolder>(m, "AllReduce", "One rank's end of the memory that a tensor parallel group shares.")
+    nb::class_<CommunicatorHolder>(m, "Communicator", "One rank's end of the memory that a group of ranks shares.")
         .def(
             "__init__",
-            [](AllReduceHolder* self, const Vector<uint8_t>& memory, int rank, int ranks) {
-                AllReduce ends(reinterpret_cast<char*>(memory.data()), static_cast<int64_t>(memory.shape(0)), rank,
-                               ranks);
-                new (self) AllReduceHolder{memory, ends};
+            [](CommunicatorHolder* self, const Vector<uint8_t>& memory, int rank, int ranks) {
+                Communicator ends(reinterpret_cast<char*>(memory.data()), static_cast<int64_t>(memory.shape(0)), rank,
+                                  ranks);
+                new (self) CommunicatorHolder{memory, ends, nullptr};
             },
             "memory"_a, "rank"_a, "ranks"_a)
         .def(
-            "sum",
-            [](AllReduceHolder& self, const Matrix<float>& values, double timeout_s) {
+            "all_reduce_sum",
+            [](CommunicatorHolder& self, const Matrix<float>& values, double timeout_s) {
                 nb::gil_scoped_release unlocked;
-                return self.ends.sum(values.data(), static_cast<int64_t>(values.size()), timeout_s);
+                return self.ends.all_reduce_sum(values.data(), static_cast<int64_t>(values.size()), timeout_s);
             },
             "values"_a, "timeout_s"_a, "Add the other ranks' values, in place; the rank that is missing, or None.")
         .def(
+            "gather",
+            [](CommunicatorHolder& self, const Matrix<const float>& values, const Matrix<float>& out,
+               double timeout_s) {
+                check_gather(self.ends, values, out);
+                nb::gil_scoped_release unlocked;
+                return self.ends.gather(values.data(), static_cast<int64_t>(values.size()), out.data(), timeout_s);
+            },
+            "values"_a, "out"_a, "timeout_s"_a,
+            "All ranks' values into rank 0's out, in the order of ranks; the rank that is missing, or None.")
+        .def(
+            "all_to_all", &all_to_all, "rows"_a, "counts"_a, "timeout_s"_a,
+            "Rows sorted by destination, counts[d] of them to rank d; what came, in the order of sources, and how many "
+            "from each; or the rank that is missing.")
+        .def(
             "barrier",
-            [](AllReduceHolder& self, double timeout_s) {
+            [](CommunicatorHolder& self, double timeout_s) {
                 nb::gil_scoped_release unlocked;
                 return self.ends.barrier(timeout_s);
             },

@@ -37,13 +37,14 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """An executor's place among the `tp * dp` of its instance. `tensor_fd`: the memory that its tensor parallel group sums
-    over, its owner's to close; None where `tp` is 1."""
+    """An executor's place among the `tp * dp` of its instance. `tensor_fd`, `expert_fd`: as in `Start`; their owner's to
+    close."""
 
     rank: int = 0
     tp: int = 1
     dp: int = 1
     tensor_fd: int | None = None
+    expert_fd: int | None = None
 
 
 class Executor:
@@ -148,8 +149,8 @@ class Executor:
         with theirs:
             command = [sys.executable, "-m", "shared.engine.executor", "--fd", str(theirs.fileno())]
             environ = dict(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            shared = () if self._rank.tensor_fd is None else (self._rank.tensor_fd,)
-            fds = (theirs.fileno(), self.kv_fd, self.counter_fd, *shared)
+            shared = (self._rank.tensor_fd, self._rank.expert_fd)
+            fds = (theirs.fileno(), self.kv_fd, self.counter_fd, *(fd for fd in shared if fd is not None))
             try:
                 self._process = ChildProcess([*command, "--parent", str(os.getpid())], pass_fds=fds, environ=environ)
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -172,6 +173,7 @@ class Executor:
             tp=self._rank.tp,
             dp=self._rank.dp,
             tensor_fd=self._rank.tensor_fd,
+            expert_fd=self._rank.expert_fd,
         )
         try:
             async with asyncio.timeout(c.load_timeout_s):

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -14,6 +15,7 @@ from shared.engine.collective import create_memory
 from shared.engine.protocol import Started, Step, StepDone, StepError
 from shared.errors import EngineError, ExecutorDied, StepTimeout
 from shared.layout import KvLayout
+from shared.models.config import load_config
 from shared.models.shard import sharded_layout
 
 
@@ -24,8 +26,9 @@ class ExecutorGroup:
     after `StepTimeout`.
     """
 
-    def __init__(self, executors: Sequence[Executor], tp: int) -> None:
-        self._executors, self._tp = executors, tp
+    def __init__(self, executors: Sequence[Executor], lead: Rank) -> None:
+        self._executors, self._tp = executors, lead.tp
+        self._spreads_experts = lead.expert_fd is not None
         self._failure: asyncio.Future[ExecutorDied] = asyncio.get_running_loop().create_future()
         self._watchers = [asyncio.ensure_future(self._watch(rank)) for rank in range(len(executors))]
         self._round: asyncio.Future[list[StepDone | StepError | BaseException]] | None = None
@@ -35,13 +38,13 @@ class ExecutorGroup:
     @asynccontextmanager
     async def start(cls, config: ExecutorConfig, tp: int = 1, dp: int = 1) -> AsyncIterator[ExecutorGroup]:
         """`tp * dp` executors, started together and closed on leaving. `config.layout` is the whole model's; `num_pages` and
-        `threads` are each rank's. Raises as `Executor.start` does, and `ModelError` for a layout that cannot be split."""
+        `threads` are each rank's. With `dp` above 1 a mixture of experts is spread over all ranks. Raises as
+        `Executor.start` does, and `ModelError` for a model that cannot be split so."""
         own = msgspec.structs.replace(config, layout=sharded_layout(config.layout, tp))
         async with AsyncExitStack() as stack:
-            fds = [_shared_memory(stack, tp) if tp > 1 else None for _ in range(dp)]
-            places = [Rank(rank=rank, tp=tp, dp=dp, tensor_fd=fds[rank // tp]) for rank in range(tp * dp)]
+            places = _places(stack, tp, dp, ep=_expert_parallel(config.model, tp, dp))
             entered = [stack.enter_async_context(Executor.start(own, place)) for place in places]
-            group = cls(await _all(entered), tp)
+            group = cls(await _all(entered), places[0])
             stack.push_async_callback(group.close)
             yield group
 
@@ -52,6 +55,11 @@ class ExecutorGroup:
     @property
     def dp(self) -> int:
         return len(self._executors) // self._tp
+
+    @property
+    def ep(self) -> int:
+        """Expert parallel: the ranks that the routed experts are spread over, all or, where each has them, 1."""
+        return len(self._executors) if self._spreads_experts else 1
 
     @property
     def layout(self) -> KvLayout:
@@ -161,6 +169,17 @@ async def _all(entered: Sequence[Awaitable[Executor]]) -> list[Executor]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _expert_parallel(model: str, tp: int, dp: int) -> int:
+    return tp * dp if dp > 1 and load_config(Path(model)).experts else 1
+
+
+def _places(stack: AsyncExitStack, tp: int, dp: int, *, ep: int) -> list[Rank]:
+    """Of all ranks; the memory they share is closed with `stack`."""
+    groups = [_shared_memory(stack, tp) if tp > 1 else None for _ in range(dp)]
+    experts = _shared_memory(stack, ep) if ep > 1 else None
+    return [Rank(rank=i, tp=tp, dp=dp, tensor_fd=groups[i // tp], expert_fd=experts) for i in range(tp * dp)]
 
 
 def _shared_memory(stack: AsyncExitStack, ranks: int) -> int:

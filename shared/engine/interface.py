@@ -20,6 +20,11 @@ class StepRunner(Protocol):
     def dp(self) -> int: ...
 
     @property
+    def ep(self) -> int:
+        """Expert parallel: the ranks that the routed experts are spread over; 1 where each rank takes part in all."""
+        ...
+
+    @property
     def layout(self) -> KvLayout:
         """Of one rank's region."""
         ...

@@ -38,6 +38,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank draws the tokens; rank 0 alone advances the layer counter. `layout` is this rank's."""
     tensor_fd: int | None = None
     """The memfd of `shared.models.collective` that a group sums over; None where `tp` is 1."""
+    expert_fd: int | None = None
+    """The memfd over which all ranks exchange what their experts take and give; None where experts are not spread."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
