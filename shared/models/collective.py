@@ -34,6 +34,11 @@ class Collective(Protocol):
         later call may raise."""
         ...
 
+    def gather(self, values: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """`values`, of one shape in all ranks, one rank's below the other's into rank 0's `out`, `[ranks * rows, columns]`;
+        that of other ranks is not touched. Raises as `all_reduce_sum` does."""
+        ...
+
     def all_to_all(self, rows: npt.NDArray[np.float32], counts: Sequence[int]) -> Rows:
         """`rows`, `[sum(counts), width]`, are sorted by destination: counts[d] of them, also none, go to rank d. What all
         ranks sent to this one. `width` is the same in all ranks. Raises as `all_reduce_sum` does, and `ValueError`, in all
@@ -74,6 +79,9 @@ class SharedMemory:
 
     def all_reduce_sum(self, values: npt.NDArray[np.float32]) -> None:
         self._check(self._ends.all_reduce_sum(values, self._deadline_s))
+
+    def gather(self, values: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        self._check(self._ends.gather(values, out, self._deadline_s))
 
     def all_to_all(self, rows: npt.NDArray[np.float32], counts: Sequence[int]) -> Rows:
         received = self._ends.all_to_all(rows, np.array(counts, np.int64), self._deadline_s)

@@ -7,6 +7,7 @@ from shared.models.collective import Peers
 from shared.models.config import ModelConfig
 from shared.models.cpu import CpuNorm, CpuProjection, Floats, HeadNorms, NormedBranch, ReducedBranch, Workspace
 from shared.models.cpu_experts import CpuExperts, LocalExperts, RoutedExperts, SpreadExperts
+from shared.models.cpu_vocabulary import Embedding, SplitEmbedding, SplitHead, WholeEmbedding
 from shared.models.experts import Experts
 from shared.models.latent_loader import LatentLoader
 from shared.models.network import Block, Branch, Dense, Network, Projection
@@ -15,9 +16,9 @@ from shared.models.weights import ALL, Part, Weights
 
 
 class Loader:
-    """Of the whole network, or of one rank's share: heads and inner dimensions are split, attention and feed-forward each
-    end in a sum over `peers.tensor`, and the rest is the same in all its ranks, but that only rank 0 has a head and the
-    biases that follow a sum. Routed experts are split like feed-forwards, or spread whole over `peers.experts`."""
+    """Of the whole network, or of one rank's share: heads, inner dimensions and the vocabulary are split, attention and
+    feed-forward each end in a sum over `peers.tensor`, and the rest is the same in all its ranks, but that only rank 0 has
+    the biases that follow a sum. Routed experts are split like feed-forwards, or spread whole over `peers.experts`."""
 
     def __init__(
         self,
@@ -33,20 +34,36 @@ class Loader:
         heads = shard.part(config.heads)
         self._latent = LatentLoader(config, heads, weights, context, workspace) if config.latent else None
 
-    def embedding(self) -> _kernels.Linear:
-        """`[vocab, hidden]`; packed as a projection, because a tied head is the same matrix."""
-        return self._weights.linear([Part("model.embed_tokens", self._config.vocab_size, self._config.hidden)])
+    def vectors(self) -> _kernels.Linear:
+        """Of the tokens that are here, `[tokens, hidden]`; packed as a projection, because a tied head is the same matrix."""
+        return self._vocabulary("model.embed_tokens")
 
-    def network(self, embedding: _kernels.Linear, *, with_head: bool) -> Network[Floats]:
-        config = self._config
+    def embedding(self, vectors: _kernels.Linear) -> Embedding:
+        tensor = self._peers.tensor
+        if tensor is None:
+            return WholeEmbedding(self._context, vectors)
+        here = self._shard.part(self._config.vocab_size)
+        return SplitEmbedding(self._context, self._workspace, vectors, tensor, here)
+
+    def network(self, vectors: _kernels.Linear, *, with_head: bool) -> Network[Floats]:
+        config, tensor = self._config, self._peers.tensor
         blocks = [self._block(layer) for layer in range(config.layers)]
         norm = self._norm("model.norm")
-        fence = self._peers.tensor.barrier if self._peers.tensor else None
+        fence = tensor.barrier if tensor else None
         if config.tied_embeddings:
-            return Network(blocks, norm, self._projection(embedding, "logits"), fence)
-        wanted = with_head and self._shard.rank == 0
-        head = self._weights.linear([Part("lm_head", config.vocab_size, config.hidden)]) if wanted else None
-        return Network(blocks, norm, self._projection(head, "logits") if head else None, fence)
+            return Network(blocks, norm, self._head(vectors), fence)
+        return Network(blocks, norm, self._head(self._vocabulary("lm_head")) if with_head else None, fence)
+
+    def _vocabulary(self, name: str) -> _kernels.Linear:
+        config = self._config
+        return self._weights.linear([Part(name, config.vocab_size, config.hidden, self._shard.part(config.vocab_size))])
+
+    def _head(self, linear: _kernels.Linear) -> Projection[Floats]:
+        tensor = self._peers.tensor
+        if tensor is None:
+            return self._projection(linear, "logits")
+        local = self._projection(linear, "local logits")
+        return SplitHead(self._workspace, local, tensor, self._config.vocab_size)
 
     def head_norms(self) -> list[HeadNorms]:
         """Of each layer."""

@@ -62,8 +62,9 @@ class Model:
         self._workspace = Workspace()
         weights = Weights(Checkpoint(directory), self._context, dtype)
         loader = Loader(self.config, weights, self._context, self._workspace, peers)
-        self._embedding = loader.embedding()
-        self._network = loader.network(self._embedding, with_head=options.purpose != "prefill")
+        vectors = loader.vectors()
+        self._embedding = loader.embedding(vectors)
+        self._network = loader.network(vectors, with_head=options.purpose != "prefill")
         cache = CpuCache(layout, num_pages, kv, self.config.latent.rank if self.config.latent else 0)
         self._attention = CpuAttention(self._context, self._workspace, own, cache, loader.head_norms())
         self.weights_bytes = weights.bytes
@@ -87,10 +88,11 @@ class Model:
             raise RowsFailed(str(error)) from None
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
         x = self._run(tokens, after_attention, fill_only=not wanted)
-        return self._drawn(rows, wanted, x) if self._draws else [None] * len(rows)
+        return self._drawn(rows, wanted, x)
 
     def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
-        """`[tokens, vocab]`: the logits after every token of the rows. For tests and scoring: it takes much memory."""
+        """`[tokens, vocab]`: the logits after every token of the rows, in a tensor parallel group's rank 0; the others take
+        part. For tests and scoring: it takes much memory."""
         return self._network.logits(self._run(self._plan(rows), None, fill_only=False)).copy()
 
     def _plan(self, rows: Sequence[BatchRow]) -> npt.NDArray[np.int32]:
@@ -109,7 +111,7 @@ class Model:
     ) -> Floats:
         """Their last hidden states. Ranks that share experts all come to the last layer's, whatever they want of it."""
         x = self._workspace.floats("hidden", tokens.size, self.config.hidden)
-        self._embedding.embed(self._context, tokens, x)
+        self._embedding.embed(tokens, x)
         if self.config.embedding_scale != 1.0:
             x *= np.float32(self.config.embedding_scale)
         fill_only = fill_only and not self._shares_experts
@@ -122,12 +124,14 @@ class Model:
             self._run(self._plan([]), None, fill_only=False)
 
     def _drawn(self, rows: Sequence[BatchRow], wanted: Sequence[int], x: Floats) -> list[int | None]:
-        """A token for each row that is `wanted`, out of the hidden states of all rows' tokens."""
+        """A token for each row that is `wanted`, out of the hidden states of all rows' tokens; where this rank draws."""
         sampled: list[int | None] = [None] * len(rows)
         if not wanted:
             return sampled
         ends = np.cumsum([len(row.tokens) for row in rows])
         logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
+        if not self._draws:
+            return sampled
         samplings = [row.sample for row in rows if row.sample is not None]
         positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
         try:
