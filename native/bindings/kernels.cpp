@@ -1,14 +1,11 @@
-// shared.models._kernels: the only file of the kernels that knows Python.
+// shared.models._kernels. With communicator.cpp, the only files of the kernels that know Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
-#include <stdexcept>
-
-#include "communicator.h"
+#include "arrays.h"
 #include "context.h"
 #include "experts.h"
 #include "layer_counter.h"
@@ -16,31 +13,11 @@
 #include "paged.h"
 #include "sampling.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
 
 using namespace kvmesh;
-
-template <class T>
-using Vector = nb::ndarray<T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Matrix = nb::ndarray<T, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
-template <class M>
-int rows(const M& matrix) {
-    return static_cast<int>(matrix.shape(0));
-}
-
-template <class M>
-int columns(const M& matrix) {
-    return static_cast<int>(matrix.shape(1));
-}
 
 void fill(Linear& linear, int first, const Matrix<const float>& source) {
     require(columns(source) == linear.inputs(), "source has another number of inputs");
@@ -218,45 +195,6 @@ struct LayerCounter {
     Vector<uint64_t> word;
 };
 
-// One rank's end of the memory of a group; keeps it alive, and the memory of the last rows that were received, which is
-// used again once nobody looks at them.
-struct CommunicatorHolder {
-    Vector<uint8_t> memory;
-    Communicator ends;
-    std::shared_ptr<Received> received;
-};
-
-nb::object received_array(const std::shared_ptr<Received>& received, int64_t width) {
-    nb::capsule owner(new std::shared_ptr<Received>(received),
-                      [](void* pointer) noexcept { delete static_cast<std::shared_ptr<Received>*>(pointer); });
-    size_t shape[] = {received->rows.size() / width, static_cast<size_t>(width)};
-    nb::ndarray<nb::numpy, float, nb::ndim<2>> array(received->rows.data(), 2, shape, owner);
-    return nb::cast(array);
-}
-
-nb::object all_to_all(CommunicatorHolder& self, const Matrix<const float>& values, const Vector<const int64_t>& counts,
-                      double timeout_s) {
-    require(static_cast<int>(counts.shape(0)) == self.ends.ranks(), "one count a rank");
-    int64_t total = 0;
-    for (size_t i = 0; i < counts.shape(0); ++i) {
-        require(counts.data()[i] >= 0, "a count is 0 or more");
-        total += counts.data()[i];
-    }
-    require(total == rows(values), "the counts add up to the rows");
-    if (!self.received || self.received.use_count() > 1) self.received = std::make_shared<Received>();
-    std::optional<int> missing;
-    {
-        nb::gil_scoped_release unlocked;
-        missing = self.ends.all_to_all(values.data(), columns(values), counts.data(), *self.received, timeout_s);
-    }
-    if (missing) return nb::cast(*missing);
-    return nb::make_tuple(received_array(self.received, columns(values)), self.received->counts);
-}
-
-void check_gather(const Communicator& ends, const Matrix<const float>& values, const Matrix<float>& out) {
-    require(ends.rank() != 0 || out.size() == values.size() * ends.ranks(), "out has room for every rank's values");
-}
-
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -399,44 +337,7 @@ NB_MODULE(_kernels, m) {
             "value"_a, "timeout_s"_a, "Sleep until the counter is above `value`, or the time is up; what it is then.")
         .def_prop_ro("value", [](const LayerCounter& self) { return read_counter(self.word.data()); });
 
-    nb::class_<CommunicatorHolder>(m, "Communicator", "One rank's end of the memory that a group of ranks shares.")
-        .def(
-            "__init__",
-            [](CommunicatorHolder* self, const Vector<uint8_t>& memory, int rank, int ranks) {
-                Communicator ends(reinterpret_cast<char*>(memory.data()), static_cast<int64_t>(memory.shape(0)), rank,
-                                  ranks);
-                new (self) CommunicatorHolder{memory, ends, nullptr};
-            },
-            "memory"_a, "rank"_a, "ranks"_a)
-        .def(
-            "all_reduce_sum",
-            [](CommunicatorHolder& self, const Matrix<float>& values, double timeout_s) {
-                nb::gil_scoped_release unlocked;
-                return self.ends.all_reduce_sum(values.data(), static_cast<int64_t>(values.size()), timeout_s);
-            },
-            "values"_a, "timeout_s"_a, "Add the other ranks' values, in place; the rank that is missing, or None.")
-        .def(
-            "gather",
-            [](CommunicatorHolder& self, const Matrix<const float>& values, const Matrix<float>& out,
-               double timeout_s) {
-                check_gather(self.ends, values, out);
-                nb::gil_scoped_release unlocked;
-                return self.ends.gather(values.data(), static_cast<int64_t>(values.size()), out.data(), timeout_s);
-            },
-            "values"_a, "out"_a, "timeout_s"_a,
-            "All ranks' values into rank 0's out, in the order of ranks; the rank that is missing, or None.")
-        .def(
-            "all_to_all", &all_to_all, "rows"_a, "counts"_a, "timeout_s"_a,
-            "Rows sorted by destination, counts[d] of them to rank d; what came, in the order of sources, and how many "
-            "from each; or the rank that is missing.")
-        .def(
-            "barrier",
-            [](CommunicatorHolder& self, double timeout_s) {
-                nb::gil_scoped_release unlocked;
-                return self.ends.barrier(timeout_s);
-            },
-            "timeout_s"_a, "Wait for all ranks; the rank that is missing, or None.");
-
+    bind_communicator(m);
     m.def("rms_norm", &rms_norm, "context"_a, "x"_a, "weight"_a, "eps"_a, "out"_a);
     m.def("sample", &sample_rows, "context"_a, "logits"_a, "draws"_a, "out"_a,
           "One token a row. draws [rows, 5]: temperature, top_p, min_p, top_k, uniform. -1 where no logit is finite.");
