@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <vector>
 
 #include "arrays.h"
 
@@ -14,12 +15,18 @@ namespace {
 
 using namespace kvmesh;
 
-// One rank's end of the memory of a group; keeps it alive, and the memory of the last rows that were received, which is
-// used again once nobody looks at them.
+// One rank's end of the memory of a group; keeps it alive, and memory for rows that are received, which is used again
+// once nobody looks at them: as many as are looked at at once.
 struct CommunicatorHolder {
     Vector<uint8_t> memory;
     Communicator ends;
-    std::shared_ptr<Received> received;
+    std::vector<std::shared_ptr<Received>> kept;
+
+    std::shared_ptr<Received> unused() {
+        for (const std::shared_ptr<Received>& one : kept)
+            if (one.use_count() == 1) return one;
+        return kept.emplace_back(std::make_shared<Received>());
+    }
 };
 
 nb::object received_array(const std::shared_ptr<Received>& received, int64_t width) {
@@ -39,14 +46,14 @@ nb::object all_to_all(CommunicatorHolder& self, const Matrix<const float>& value
         total += counts.data()[i];
     }
     require(total == rows(values), "the counts add up to the rows");
-    if (!self.received || self.received.use_count() > 1) self.received = std::make_shared<Received>();
+    std::shared_ptr<Received> received = self.unused();
     std::optional<int> missing;
     {
         nb::gil_scoped_release unlocked;
-        missing = self.ends.all_to_all(values.data(), columns(values), counts.data(), *self.received, timeout_s);
+        missing = self.ends.all_to_all(values.data(), columns(values), counts.data(), *received, timeout_s);
     }
     if (missing) return nb::cast(*missing);
-    return nb::make_tuple(received_array(self.received, columns(values)), self.received->counts);
+    return nb::make_tuple(received_array(received, columns(values)), received->counts);
 }
 
 void check_gather(const Communicator& ends, const Matrix<const float>& values, const Matrix<float>& out) {
@@ -62,7 +69,7 @@ void bind_communicator(nb::module_& m) {
             [](CommunicatorHolder* self, const Vector<uint8_t>& memory, int rank, int ranks) {
                 Communicator ends(reinterpret_cast<char*>(memory.data()), static_cast<int64_t>(memory.shape(0)), rank,
                                   ranks);
-                new (self) CommunicatorHolder{memory, ends, nullptr};
+                new (self) CommunicatorHolder{memory, ends, {}};
             },
             "memory"_a, "rank"_a, "ranks"_a)
         .def(

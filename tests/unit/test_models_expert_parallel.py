@@ -154,11 +154,15 @@ def test_rows_arrive_once_and_in_order(ranks):
     exchange(ranks, run)
 
 
-def test_received_rows_stay_while_they_are_held():
+def test_received_rows_stay_while_they_are_held_and_their_memory_is_used_again():
     def run(peers):
         first = peers.all_to_all(np.ones((2, 8), np.float32), [1, 1]).values
         second = peers.all_to_all(np.zeros((2, 8), np.float32), [1, 1]).values
-        return bool((first == 1).all() and (second == 0).all())
+        held = bool((first == 1).all() and (second == 0).all())
+        place = first.ctypes.data
+        del first
+        third = peers.all_to_all(np.ones((2, 8), np.float32), [1, 1]).values
+        return held and third.ctypes.data == place and bool((second == 0).all())
 
     assert exchange(2, run) == [True, True]
 
