@@ -8,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shared.engine.client import ExecutorConfig
 from shared.engine.group import ExecutorGroup
@@ -115,3 +116,18 @@ async def test_a_split_that_does_not_fit_is_refused_and_leaves_nothing(directory
         async with ExecutorGroup.start(config_for(directory), 8):
             pass
     assert len(os.listdir("/proc/self/fd")) <= before, "descriptors were left open"
+
+
+async def test_logits_that_are_not_numbers_fail_their_step_and_nothing_else(tmp_path):
+    """Rank 0 alone sees them; the next step finds the ranks together."""
+    directory = random_models.save("llama", tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"][:] = np.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    row = Row(tokens=[1, 2], start=0, pages=PAGES, sample=GREEDY)
+    async with ExecutorGroup.start(config_for(directory), 2) as group:
+        for number in range(2):
+            (answer,) = await group.step([Step(step=number, rows=[row])], timeout_s=DEADLINE_S)
+            assert isinstance(answer, StepError)
+            assert "not numbers" in answer.detail
+        assert (await run(group, prefill(2))).counter == LAYERS
