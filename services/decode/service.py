@@ -90,6 +90,7 @@ class DecodeService:
     def load(self) -> Load:
         return Load(
             free_pages=self._pool.free,
+            largest_free_pages=self._pool.free,
             total_pages=self._pool.num_pages,
             running=len(self.scheduler.running),
             waiting=self._waiting(),

@@ -68,6 +68,7 @@ class PrefillService:
     def load(self) -> Load:
         return Load(
             free_pages=self._pool.free,
+            largest_free_pages=self._pool.free,
             total_pages=self._pool.num_pages,
             running=len(self._running) - self._scheduler.queued,
             waiting=self._scheduler.queued,

@@ -20,7 +20,7 @@ PREFILLER = Announce(
     layout=LAYOUT,
     fabric=FabricEndpoint("tcp", b""),
     max_batch=1,
-    load=Load(free_pages=1, total_pages=1),
+    load=Load(free_pages=1, largest_free_pages=1, total_pages=1),
     http="",
 )
 GENERATE = Generate(

@@ -69,7 +69,7 @@ class Pair:
             layout=self.layout,
             fabric=FabricEndpoint("fake", self.source.address),
             max_batch=1,
-            load=Load(free_pages=1, total_pages=1),
+            load=Load(free_pages=1, largest_free_pages=1, total_pages=1),
             http="",
             tp=self.source_tp,
         )

@@ -78,7 +78,7 @@ async def test_what_is_wrong_costs_the_mesh_nothing(router: Front) -> None:
 
 async def test_the_pools_are_a_limit(nats: Broker) -> None:
     async with front(nats) as router:
-        await router.mesh.decoder(saying(*ids(TEXT)), load=Load(free_pages=4, total_pages=4))
+        await router.mesh.decoder(saying(*ids(TEXT)), load=Load(free_pages=4, largest_free_pages=4, total_pages=4))
         await router.mesh.prefiller()
         await router.until_ready(2)
         status, body, _ = await router.answer(max_tokens=100)
