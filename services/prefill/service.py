@@ -43,14 +43,14 @@ class PrefillService:
         self._settings = settings
         self._metrics = metrics
         self._tasks = tasks
-        self._pool = instance.pool
-        self._scheduler = PrefillScheduler(instance.pool, instance.layout.page_size, chunk_tokens=settings.chunk_tokens)
+        (self._pool,) = instance.pools
+        self._scheduler = PrefillScheduler(self._pool, instance.layout.page_size, chunk_tokens=settings.chunk_tokens)
         self.sender = KvSender(
             instance.fabric,
             instance.regions,
             instance.executor.counter_fd,
             instance.layout,
-            instance.pool.num_pages,
+            self._pool.num_pages,
             max_outgoing=2 * settings.max_queue,
             timeout_s=settings.transfer_timeout_s,
         )
