@@ -50,6 +50,11 @@ class Instance:
         return self.executor.dp
 
     @property
+    def ep(self) -> int:
+        """Expert parallel."""
+        return self.executor.ep
+
+    @property
     def endpoint(self) -> FabricEndpoint:
         return FabricEndpoint(self.fabric.provider, self.fabric.address)
 
@@ -111,6 +116,7 @@ class Announcer:
             http=self._http,
             tp=instance.tp,
             dp=instance.dp,
+            ep=instance.ep,
         )
 
     async def _on_discover(self, _: Message[Discover]) -> None:

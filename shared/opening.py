@@ -37,15 +37,23 @@ def threads_of(settings: InstanceSettings) -> int:
 
 
 def check_ranks(settings: InstanceSettings, config: ModelConfig) -> None:
-    """Raises `ConfigError` where the model cannot be split so."""
-    fitting = [ranks for ranks in range(1, config.heads + 1) if _splits(config, ranks)]
-    if settings.tp not in fitting:
-        raise ConfigError("KVMESH_TP", settings.tp, f"one of {', '.join(map(str, fitting))} for this model")
+    """Raises `ConfigError` where the model cannot be split so: heads and the like over tensor parallel ranks, experts over all
+    ranks where there are several data parallel ones."""
+    tp, dp = settings.tp, data_parallel(settings)
+    if _splits(config, tp, dp):
+        return
+    ways = [n for n in range(1, config.heads + 1) if _splits(config, n, 1)]
+    if tp not in ways:
+        raise ConfigError("KVMESH_TP", tp, f"one of {', '.join(map(str, ways))} for this model")
+    count = config.experts.count if config.experts else 1
+    ways = [n for n in range(1, count + 1) if _splits(config, tp, n)]
+    takes = f"one of {', '.join(map(str, ways))} for the {count} experts of this model with KVMESH_TP={tp}"
+    raise ConfigError("KVMESH_DP", dp, takes)
 
 
-def _splits(config: ModelConfig, ranks: int) -> bool:
+def _splits(config: ModelConfig, tp: int, dp: int) -> bool:
     try:
-        Shard(rank=0, ranks=ranks).config(config)
+        Shard(ranks=tp, ep=tp * dp if config.experts and dp > 1 else 1).config(config)
     except ModelError:
         return False
     return True

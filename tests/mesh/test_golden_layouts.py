@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shared.engine.whole import Whole, WholeConfig
+from shared.models.config import load_config
 from tests import random_models
 from tests.inproc import ModelEngine, mesh, real_fabric
 from tests.mesh.test_golden import prompt
@@ -24,7 +25,8 @@ LENGTHS = [2, 9, 26, 40]
 
 @pytest.fixture(scope="module", params=random_models.KINDS)
 def directory(request, tmp_path_factory):
-    return random_models.save(request.param, tmp_path_factory.mktemp(request.param))
+    experts = {"num_experts": 8} if request.param == "qwen3-moe" else {}  # which four ranks can share
+    return random_models.save(request.param, tmp_path_factory.mktemp(request.param), **experts)
 
 
 @asynccontextmanager
@@ -49,6 +51,8 @@ async def test_output_is_the_whole_models_for_every_pair_of_layouts(directory):
                 found = await asyncio.gather(*(router.run(decode, prefill.announce, p, max_tokens=8) for p in prompts))
                 if found != expected:
                     wrong[prefill.instance.ref.name, decode.instance.ref.name] = found
+        spread = {node.announce.ep for node in decoders}
+        assert spread == ({1, 2, 4} if load_config(directory).experts else {1}), "experts are spread over all ranks"
         for node in (*prefillers, *decoders):
             await node.until_idle()
     assert not wrong, f"expected {expected}"
