@@ -88,7 +88,9 @@ class DecodeSettings(InstanceSettings, frozen=True, kw_only=True):
     max_batch: Annotated[
         int, Meta(ge=1, description="most requests in the running batch of each data parallel rank")
     ] = 32
-    max_waiting: Annotated[int, Meta(ge=1, description="most admitted requests that wait for their KV")] = 64
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="most admitted requests that wait for their KV, times data parallel ranks")
+    ] = 64
     quarantine_s: Annotated[
         float, Meta(gt=0, description="a cancelled transfer whose prefiller stays silent is fenced after, seconds")
     ] = 2.0

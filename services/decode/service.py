@@ -48,14 +48,14 @@ class DecodeService:
         self, instance: Instance, settings: DecodeSettings, metrics: DecodeMetrics, tasks: asyncio.TaskGroup
     ) -> None:
         self._instance = instance
-        self._settings = settings
+        self._max_waiting = settings.max_waiting * instance.dp
         self._metrics = metrics
         self.ranks = ranks_of(instance, settings)
         self._receiver = KvReceiver(
             instance.fabric,
             instance.layout,
             instance.tp,
-            max_incoming=4 * settings.max_waiting,
+            max_incoming=4 * self._max_waiting,
             quarantine_s=settings.quarantine_s,
         )
         self._outbox = Outbox(instance.bus, instance.ref, self._emitted_for, self._on_router_gone)
@@ -207,7 +207,7 @@ class DecodeService:
                 for rank in self.ranks
             ],
             waiting=self._waiting(),
-            max_waiting=self._settings.max_waiting,
+            max_waiting=self._max_waiting,
             draining=self._draining,
             attempts=self._attempts,
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mesh.processes import up
-from tests.mesh.test_up import expected, prompt  # noqa: F401 - a fixture
+from tests.mesh.test_up import prompt
 
 KNOWS_WITHIN_S = 2.0
 
@@ -57,30 +57,29 @@ async def until_back(mesh, name: str) -> None:
 
 
 @asynccontextmanager
-async def sharded(directory, **environment):
-    """Two of each, tensor parallel; a part that dies is started again, which takes longer than the router may to know."""
-    flags = ["--prefillers", "2", "--prefill-tp", "2", "--decoders", "2", "--decode-tp", "2", "--restart", "yes"]
-    async with up(directory, *flags, **environment) as mesh:
+async def sharded(directory, *ranks, **environment):
+    """Two of each; a part that dies is started again, which takes longer than the router may to know."""
+    flags = ["--prefillers", "2", "--decoders", "2", "--restart", "yes"]
+    async with up(directory, *flags, *ranks, **environment) as mesh:
         yield mesh
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_idle_instance_that_loses_a_rank_is_gone_at_once_and_names_it(served_directory, expected, role):  # noqa: F811
-    async with sharded(served_directory) as mesh:
+@pytest.mark.parametrize(
+    ("role", "ranks"), [("prefill", "--prefill-tp"), ("decode", "--decode-tp"), ("decode", "--decode-dp")]
+)
+async def test_an_idle_instance_that_loses_a_rank_is_gone_at_once_and_names_it(served_directory, expected, role, ranks):
+    async with sharded(served_directory, ranks, "2") as mesh:
         assert await mesh.complete(prompt(40)) == expected(prompt(40))
         kill_rank(mesh, f"{role}-1", 1)
         assert await until_fewer(mesh, role, 2) < KNOWS_WITHIN_S
-        said = f"kvmesh {role}-1: the executor ended with signal 9: rank 1 of 2"
-        await mesh.until_line(said)
-        await mesh.until_line(
-            f"{role}-1  ended with status 1" if role == "prefill" else f"{role}-1   ended with status 1"
-        )
+        await mesh.until_line(f"kvmesh {role}-1: the executor ended with signal 9: rank 1 of 2")
+        await mesh.until_line(f"{role + '-1':<10} ended with status 1")
         assert await mesh.complete(prompt(40)) == expected(prompt(40)), "the other one serves"
         await until_back(mesh, f"{role}-1")
 
 
-async def test_streams_of_a_decoder_that_loses_a_rank_end_with_an_error_never_cut(served_directory, expected):  # noqa: F811
-    async with sharded(served_directory) as mesh:
+async def test_streams_of_a_decoder_that_loses_a_rank_end_with_an_error_never_cut(served_directory, expected):
+    async with sharded(served_directory, "--decode-tp", "2") as mesh:
         answers = [Answer(seed) for seed in range(6)]
         streams = [asyncio.create_task(stream(mesh, answer, 400)) for answer in answers]
         async with asyncio.timeout(10):
@@ -100,8 +99,8 @@ async def test_streams_of_a_decoder_that_loses_a_rank_end_with_an_error_never_cu
         await until_back(mesh, "decode-1")
 
 
-async def test_prompts_of_a_prefiller_that_loses_a_rank_are_answered_by_the_other(served_directory, expected):  # noqa: F811
-    async with sharded(served_directory, KVMESH_CHUNK_TOKENS="16") as mesh:
+async def test_prompts_of_a_prefiller_that_loses_a_rank_are_answered_by_the_other(served_directory, expected):
+    async with sharded(served_directory, "--prefill-tp", "2", KVMESH_CHUNK_TOKENS="16") as mesh:
         answers = [Answer(seed) for seed in range(6)]
         streams = [asyncio.create_task(stream(mesh, answer, 8, 400)) for answer in answers]
         await until_computing(mesh, "prefill-1")
