@@ -55,10 +55,15 @@ class InstanceSettings(Settings, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Meta(description="dtype of the KV cache; auto: as the checkpoint")
     ] = "auto"
+    tp: Annotated[
+        int, Meta(ge=1, description="tensor parallel: executors that share every layer's heads and weights")
+    ] = 1
     page_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in a page")] = 64
-    kv_tokens: Annotated[int, Meta(ge=64, description="tokens that the KV pool holds, rounded down to pages")] = 32768
+    kv_tokens: Annotated[
+        int, Meta(ge=64, description="tokens that the KV pool of each data parallel rank holds, rounded down to pages")
+    ] = 32768
     threads: Annotated[
-        int, Meta(ge=0, description="CPU threads of the executor; 0: cores shared out among the local parts")
+        int, Meta(ge=0, description="CPU threads of each executor; 0: cores shared out among the local ones")
     ] = 0
     fabric: Annotated[str, Meta(description="tcp, shm (trusted peers on one host) or libfabric:<provider>")] = "tcp"
     fabric_host: Annotated[str, Meta(description="address under which peers reach this instance's fabric")] = (
@@ -81,8 +86,16 @@ class PrefillSettings(InstanceSettings, frozen=True, kw_only=True):
 
 
 class DecodeSettings(InstanceSettings, frozen=True, kw_only=True):
-    max_batch: Annotated[int, Meta(ge=1, description="most requests in the running batch")] = 32
-    max_waiting: Annotated[int, Meta(ge=1, description="most admitted requests that wait for their KV")] = 64
+    dp: Annotated[
+        int,
+        Meta(ge=1, description="data parallel: ranks of KVMESH_TP executors with a KV pool and a batch of their own"),
+    ] = 1
+    max_batch: Annotated[
+        int, Meta(ge=1, description="most requests in the running batch of each data parallel rank")
+    ] = 32
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="most admitted requests that wait for their KV, times data parallel ranks")
+    ] = 64
     quarantine_s: Annotated[
         float, Meta(gt=0, description="a cancelled transfer whose prefiller stays silent is fenced after, seconds")
     ] = 2.0

@@ -7,9 +7,9 @@
     ├── ModelError             a model directory that cannot be loaded or is not supported
     ├── EngineError
     │   ├── ExecutorDied       the executor process ended: exit status
-    │   ├── RankLost           a rank of a tensor parallel group did not come to a sum: which
-    │   ├── StepTimeout        a step did not answer by its deadline
-    │   └── StepFailed         a step raised in the executor: its text
+    │   ├── RankLost           a rank did not come to what the ranks do together: which
+    │   ├── RowsFailed         rows that are not sound, or came to nothing
+    │   └── StepTimeout        a step did not answer by its deadline
     ├── FabricError            a fabric call failed: call, code, peer
     │   ├── FabricUnavailable  no such provider here, or it could not be opened
     │   ├── PeerLost           the peer's control connection ended or fell silent
@@ -83,11 +83,15 @@ class ExecutorDied(EngineError):
 
 
 class RankLost(EngineError):
-    """Rank `rank` of `ranks` has ended, or did not come to a sum within `deadline_s` seconds."""
+    """Rank `rank` of `ranks` has ended, or did not come to a collective within `deadline_s` seconds."""
 
     def __init__(self, rank: int, ranks: int, deadline_s: float) -> None:
         super().__init__(f"rank {rank} of {ranks} has ended, or did not come within {deadline_s:g} s")
         self.rank, self.ranks, self.deadline_s = rank, ranks, deadline_s
+
+
+class RowsFailed(EngineError, ValueError):
+    """The rows of a step are not sound, or their logits are not numbers. Only they are concerned: the ranks are in step."""
 
 
 class StepTimeout(EngineError):
@@ -96,14 +100,6 @@ class StepTimeout(EngineError):
     def __init__(self, step: int, timeout_s: float) -> None:
         super().__init__(f"step {step} did not answer within {timeout_s:g} s")
         self.step, self.timeout_s = step, timeout_s
-
-
-class StepFailed(EngineError):
-    """A step raised in the executor; the executor goes on. `counter` is the layer counter after it."""
-
-    def __init__(self, step: int, detail: str, counter: int = 0) -> None:
-        super().__init__(f"step {step} failed: {detail}")
-        self.step, self.detail, self.counter = step, detail, counter
 
 
 class FabricError(KvmeshError):

@@ -30,17 +30,29 @@ class Instance:
     settings: InstanceSettings
     identity: ModelIdentity
     layout: KvLayout
-    pool: PagePool
+    """The whole model's."""
+    pools: list[PagePool]
+    """One a data parallel rank, all of one size."""
     executor: StepRunner
     fabric: interface.Fabric
     regions: list[interface.MemoryRegion]
-    """One a rank, each of the rank's heads of all of the pool's pages."""
+    """One a rank, in the executor's order, each of the rank's heads of all pages of its data parallel rank's pool."""
     bus: Bus
 
     @property
     def tp(self) -> int:
         """Tensor parallel."""
-        return len(self.regions)
+        return self.executor.tp
+
+    @property
+    def dp(self) -> int:
+        """Data parallel."""
+        return self.executor.dp
+
+    @property
+    def ep(self) -> int:
+        """Expert parallel."""
+        return self.executor.ep
 
     @property
     def endpoint(self) -> FabricEndpoint:
@@ -103,6 +115,8 @@ class Announcer:
             load=self._load(),
             http=self._http,
             tp=instance.tp,
+            dp=instance.dp,
+            ep=instance.ep,
         )
 
     async def _on_discover(self, _: Message[Discover]) -> None:

@@ -17,7 +17,7 @@ Role = Literal["prefill", "decode"]
 State = Literal["ready", "draining", "left"]
 FinishReason = Literal["stop", "length"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these structs. A different one in an `Announce` is never paired."""
 
 
@@ -48,7 +48,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance says of itself in every heartbeat; pairing predicts the time to first token from it."""
 
     free_pages: int
+    """Of all pools: a data parallel rank has one each."""
+    largest_free_pages: int
+    """Of the pool that has the most: a request has all its pages in one."""
     total_pages: int
+    """Of all pools, which are of one size."""
     running: int = 0
     """Requests in the running batch (decode), or in the current chunk (prefill)."""
     waiting: int = 0
@@ -72,13 +76,22 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     """The whole model's, whatever `tp` is."""
     fabric: FabricEndpoint
     max_batch: int
-    """Most requests that run at once (decode) or wait in the queue (prefill)."""
+    """Most requests that run at once, over all data parallel ranks (decode), or wait in the queue (prefill)."""
     load: Load
     http: str
     """Base URL of this instance's own /health, /ready and /metrics."""
     tp: int = 1
     """Tensor parallel: ranks that share the KV heads (`shared.kv.shards`)."""
+    dp: int = 1
+    """Data parallel: ranks of `tp` ranks each that have a pool and a batch of their own (decode)."""
+    ep: int = 1
+    """Expert parallel: ranks over which the experts are spread."""
     protocol: int = PROTOCOL
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of one pool: the most that one request can hold."""
+        return self.load.total_pages // self.dp
 
 
 class Discover(msgspec.Struct, frozen=True, tag=True):
@@ -146,9 +159,10 @@ class TailSlot(msgspec.Struct, frozen=True):
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Decoder → prefiller, request/reply (`Accepted` | `RefusedReply`): compute tokens[:-1] and write their KV.
 
-    The decoder has reserved `pages` and armed `immediate` before it sends this. Page i of the prompt goes to `pages[i]` of every
-    rank, once for each layer and each run of the two shardings (`shared.kv.shards.runs`), each write carrying `immediate`; then
-    the tail, once, with the same immediate.
+    The decoder has reserved `pages` and armed `immediate` before it sends this. Page i of the prompt goes to `pages[i]` of each
+    of `regions`, once for each layer and each run of the two shardings (`shared.kv.shards.runs`), each write carrying
+    `immediate`; then the tail, once, with the same immediate. Of a decoder's data parallel ranks only the one that runs the
+    request is seen.
     """
 
     attempt: str
@@ -160,7 +174,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_pages: int
     """Pages in each of the decoder's regions: with the layout of a rank it gives the region's strides."""
     regions: list[bytes]
-    """Descriptors of the decoder's KV regions, one a rank."""
+    """Descriptors of KV regions of the decoder: one a tensor parallel rank of the data parallel rank that runs the request."""
     pages: list[int]
     immediate: int
     tail: TailSlot

@@ -65,17 +65,13 @@ def main(
     lifecycle.run(run, settings)
 
 
-def threads_of(settings: InstanceSettings) -> int:
-    """The executor's threads: as set, or all cores this process may use."""
-    return settings.threads or len(os.sched_getaffinity(0))
-
-
 async def serve(role: Role, settings: S, stop: asyncio.Event, make: MakeService[S], max_batch: int) -> None:
     """Until `stop`, then drains. Raises `KvmeshError`, in a group, where something it cannot live without fails."""
     traces.configure(f"kvmesh-{role}", settings.name, settings.otlp_endpoint)
     async with AsyncExitStack() as stack:
-        instance = await stack.enter_async_context(open_instance(role, settings, threads_of(settings)))
-        registry = new_registry(LedgerCollector(instance.pool.counts, instance.layout.page_size))
+        instance = await stack.enter_async_context(open_instance(role, settings))
+        ledgers = [pool.counts for pool in instance.pools]
+        registry = new_registry(LedgerCollector(ledgers, instance.layout.page_size))
         try:
             async with asyncio.TaskGroup() as tasks:
                 service = make(instance, settings, registry, tasks)

@@ -54,6 +54,7 @@ def announcement(
     max_batch: int = 8,
     load: Load | None = None,
     tp: int = 1,
+    dp: int = 1,
     protocol: int = PROTOCOL,
 ) -> Announce:
     return Announce(
@@ -64,9 +65,10 @@ def announcement(
         layout=layout,
         fabric=FabricEndpoint("fake", b""),
         max_batch=max_batch,
-        load=load or Load(free_pages=1000, total_pages=1000),
+        load=load or Load(free_pages=1000, largest_free_pages=1000, total_pages=1000),
         http="http://127.0.0.1:1",
         tp=tp,
+        dp=dp,
         protocol=protocol,
     )
 

@@ -20,7 +20,8 @@ from services.up.broker import Broker
 from shared import subjects
 from shared.bus import Access, Bus, Message
 from shared.config import DecodeSettings, InstanceSettings, PrefillSettings
-from shared.engine.client import Executor, ExecutorConfig
+from shared.engine.client import ExecutorConfig
+from shared.engine.group import ExecutorGroup
 from shared.instance import Announcer, Instance
 from shared.kv.ledger import PagePool
 from shared.layout import KvDtype, KvLayout
@@ -40,6 +41,7 @@ from shared.messages import (
     ToRouter,
 )
 from shared.models.config import load_config
+from shared.opening import data_parallel
 from shared.transfer.interface import Fabric
 from tests.toy_executor import ToyExecutor
 
@@ -63,23 +65,18 @@ class Engine:
 
     identity = MODEL
 
-    def __init__(self, layout: KvLayout = LAYOUT, *, prefill_tp: int = 1, decode_tp: int = 1) -> None:
+    def __init__(self, layout: KvLayout = LAYOUT) -> None:
         self.layout = layout
-        self.prefill_tp = prefill_tp
-        self.decode_tp = decode_tp
 
-    async def executor(self, stack: AsyncExitStack, role: Role, pages: int) -> Any:
-        executor = ToyExecutor(self.layout, pages, self.prefill_tp if role == "prefill" else self.decode_tp)
+    async def executor(self, stack: AsyncExitStack, settings: InstanceSettings, pages: int) -> Any:
+        """As `settings` split it, `pages` pages a data parallel rank."""
+        executor = ToyExecutor(self.layout, pages, settings.tp, data_parallel(settings))
         stack.callback(executor.close)
         return executor
 
-    def kv_fds(self, executor: Any) -> list[int]:
-        """One a rank."""
-        return list(executor.kv_fds)
-
 
 class ModelEngine(Engine):
-    """A model in executor processes, one a node."""
+    """A model in executor processes."""
 
     def __init__(self, directory: Path, *, page_size: int, kv_dtype: KvDtype = "float32") -> None:
         config = load_config(directory)
@@ -89,12 +86,11 @@ class ModelEngine(Engine):
             name="m", digest="m", vocab_size=config.vocab_size, max_positions=config.max_positions
         )
 
-    async def executor(self, stack: AsyncExitStack, role: Role, pages: int) -> Any:
-        config = ExecutorConfig(model=str(self.directory), layout=self.layout, num_pages=pages, purpose=role)
-        return await stack.enter_async_context(Executor.start(config))
-
-    def kv_fds(self, executor: Any) -> list[int]:
-        return [executor.kv_fd]
+    async def executor(self, stack: AsyncExitStack, settings: InstanceSettings, pages: int) -> Any:
+        purpose: Role = "decode" if isinstance(settings, DecodeSettings) else "prefill"
+        config = ExecutorConfig(model=str(self.directory), layout=self.layout, num_pages=pages, purpose=purpose)
+        group = ExecutorGroup.start(config, settings.tp, data_parallel(settings))
+        return await stack.enter_async_context(group)
 
 
 class Node:
@@ -114,10 +110,10 @@ class Node:
         return self.announcer.announce()
 
     async def until_idle(self) -> None:
-        """Until every page is free; the ledger is checked at every turn."""
-        pool = self.instance.pool
+        """Until every page is free; the ledgers are checked at every turn."""
+        pools = self.instance.pools
         async with asyncio.timeout(10):
-            while pool.free != pool.num_pages or not self.service.idle.is_set():
+            while any(pool.free != pool.num_pages for pool in pools) or not self.service.idle.is_set():
                 self.service.check_integrity()
                 await asyncio.sleep(0.005)
         self.service.check_integrity()
@@ -232,17 +228,17 @@ class Mesh:
 
     async def _start(self, role: Role, settings: InstanceSettings, pages: int, make: Any, metrics: Any) -> Node:
         ref = InstanceRef(settings.name, secrets.randbits(64))
-        executor = await self._engine.executor(self.stack, role, pages)
+        executor = await self._engine.executor(self.stack, settings, pages)
         fabric: Fabric = await self._open_fabric(ref.incarnation)
         self.stack.push_async_callback(fabric.close)
-        regions = [fabric.register(fd, executor.kv_bytes) for fd in self._engine.kv_fds(executor)]
+        regions = [fabric.register(fd, executor.kv_bytes) for fd in executor.kv_fds]
         instance = Instance(
             role,
             ref,
             settings,
             self._engine.identity,
             self._engine.layout,
-            PagePool(pages),
+            [PagePool(pages) for _ in range(executor.dp)],
             executor,
             fabric,
             regions,

@@ -11,11 +11,11 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shared.engine.counter import create_counter
-from shared.engine.protocol import Row, Step, StepDone
-from shared.errors import ExecutorDied, StepFailed
+from shared.engine.protocol import Row, Step, StepDone, StepError
+from shared.errors import ExecutorDied
 from shared.kv.shards import heads_of, shard_layout
 from shared.layout import KvLayout
 
@@ -37,17 +37,19 @@ def toy_output(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 class ToyExecutor:
-    """`gate` must be set for a step to run; `fail_next` makes one raise; `kill()` ends it as a dead process would."""
+    """`gate` must be set for a step to run; `fail_next` makes one fail; `kill()` ends it as a dead process would."""
 
-    def __init__(self, layout: KvLayout, num_pages: int, tp: int = 1) -> None:
-        """`layout` is the whole model's; all `tp` ranks are here, each with a region of its own."""
-        assert layout.dtype == "float32"
-        self.layout = layout
+    def __init__(self, whole: KvLayout, num_pages: int, tp: int = 1, dp: int = 1) -> None:
+        """`whole` is the whole model's layout; all `dp` times `tp` ranks are here, each with a region of its own."""
+        assert whole.dtype == "float32"
+        self.whole = whole
         self.num_pages = num_pages
         self.tp = tp
-        self.shard = shard_layout(layout, tp)
-        self.kv_bytes = self.shard.region_bytes(num_pages)
-        self.kv_fds = [os.memfd_create(f"toy-kv-{rank}") for rank in range(tp)]
+        self.dp = dp
+        self.ep = 1
+        self.layout = shard_layout(whole, tp)
+        self.kv_bytes = self.layout.region_bytes(num_pages)
+        self.kv_fds = [os.memfd_create(f"toy-kv-{rank}") for rank in range(dp * tp)]
         for fd in self.kv_fds:
             os.ftruncate(fd, self.kv_bytes)
         self.counter_fd = create_counter()
@@ -59,16 +61,14 @@ class ToyExecutor:
         self.gate = asyncio.Event()
         self.gate.set()
         self.entered = asyncio.Event()
-        self.fail_next: str | None = None
-        self.steps: list[Step] = []
+        self.steps: list[Sequence[Step]] = []
+        """Of each step that was asked for, those of the data parallel ranks."""
+        self._failing: dict[int, str] = {}
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    @property
-    def kv_fd(self) -> int:
-        return self.kv_fds[0]
-
-    async def step(self, step: Step, *, timeout_s: float) -> StepDone:
-        self.steps.append(step)
+    async def step(self, steps: Sequence[Step], *, timeout_s: float) -> list[StepDone | StepError]:
+        assert len(steps) == self.dp
+        self.steps.append(steps)
         self.entered.set()
         begin = time.monotonic_ns()
         gate = asyncio.ensure_future(self.gate.wait())
@@ -76,19 +76,27 @@ class ToyExecutor:
         gate.cancel()
         if self._dead.done():
             self._dead.result()
-        if self.fail_next is not None:
-            detail, self.fail_next = self.fail_next, None
-            raise StepFailed(step.step, detail, self.counter)
+        failing = {
+            rank: self._failing.pop(rank) for rank, step in enumerate(steps) if step.rows and rank in self._failing
+        }
+        works = {rank: step for rank, step in enumerate(steps) if rank not in failing}
         for layer in range(self.layout.num_layers):
-            for row in step.rows:
-                self._write(layer, row)
-            if step.signal:
+            for rank, step in works.items():
+                for row in step.rows:
+                    self._write(rank, layer, row)
+            if any(step.signal for step in works.values()):
                 self._advance()
-        sampled = [self._sample(row) if row.sample is not None else None for row in step.rows]
         await asyncio.sleep(0)
-        return StepDone(
-            step=step.step, sampled=sampled, begin_ns=begin, end_ns=time.monotonic_ns(), counter=self.counter
-        )
+        return [
+            self._done(rank, step, begin)
+            if rank in works
+            else StepError(step=step.step, detail=failing[rank], counter=self.counter)
+            for rank, step in enumerate(steps)
+        ]
+
+    def fail_next(self, detail: str, rank: int = 0) -> None:
+        """The next step in which that data parallel rank has rows fails there."""
+        self._failing[rank] = detail
 
     async def died(self) -> None:
         await asyncio.shield(self._dead)
@@ -106,35 +114,42 @@ class ToyExecutor:
             os.close(fd)
         os.close(self.counter_fd)
 
-    def _places(self, layer: int, row: Row, position: int) -> Iterator[tuple[mmap.mmap, int, int]]:
-        """Of every head of K and of V of every rank: the region, the offset, and what is added to a token there."""
+    def _done(self, rank: int, step: Step, begin_ns: int) -> StepDone:
+        sampled = [self._sample(rank, row) if row.sample is not None else None for row in step.rows]
+        end_ns = time.monotonic_ns()
+        return StepDone(step=step.step, sampled=sampled, begin_ns=begin_ns, end_ns=end_ns, counter=self.counter)
+
+    def _places(self, dp_rank: int, layer: int, row: Row, position: int) -> Iterator[tuple[mmap.mmap, int, int]]:
+        """Of every head of K and of V of every rank of the data parallel rank: the region, the offset, and what is added to a
+        token there."""
         page = array("i", row.pages)[position // self.layout.page_size]
-        begin = self.shard.offset(layer, page, self.num_pages)
+        begin = self.layout.offset(layer, page, self.num_pages)
         begin += position % self.layout.page_size * self.layout.head_dim * 4
-        for rank, kv in enumerate(self.kv):
-            heads = heads_of(self.layout.num_kv_heads, self.tp, rank)
+        for rank, kv in enumerate(self.kv[dp_rank * self.tp : (dp_rank + 1) * self.tp]):
+            heads = heads_of(self.whole.num_kv_heads, self.tp, rank)
             for part in range(self.layout.parts):
                 for i, head in enumerate(heads):
                     at = begin + (part * len(heads) + i) * self.layout.head_bytes
                     yield kv, at, layer + 1000 * (2 * head + part)
 
-    def _write(self, layer: int, row: Row) -> None:
+    def _write(self, rank: int, layer: int, row: Row) -> None:
         for i, token in enumerate(row.tokens):
-            for kv, at, mark in self._places(layer, row, row.start + i):
+            for kv, at, mark in self._places(rank, layer, row, row.start + i):
                 struct.pack_into("<i", kv, at, token + mark)
 
-    def _read(self, layer: int, row: Row) -> list[int]:
-        return [self._read_one(layer, row, position) for position in range(row.start + len(row.tokens))]
+    def _read(self, rank: int, layer: int, row: Row) -> list[int]:
+        return [self._read_one(rank, layer, row, position) for position in range(row.start + len(row.tokens))]
 
-    def _read_one(self, layer: int, row: Row, position: int) -> int:
-        found = {struct.unpack_from("<i", kv, at)[0] - mark for kv, at, mark in self._places(layer, row, position)}
+    def _read_one(self, rank: int, layer: int, row: Row, position: int) -> int:
+        places = self._places(rank, layer, row, position)
+        found = {struct.unpack_from("<i", kv, at)[0] - mark for kv, at, mark in places}
         assert len(found) == 1, f"heads, or K and V, of position {position} are of different tokens"
         return found.pop()
 
-    def _sample(self, row: Row) -> int:
-        tokens = self._read(0, row)
+    def _sample(self, rank: int, row: Row) -> int:
+        tokens = self._read(rank, 0, row)
         for layer in range(1, self.layout.num_layers):
-            assert self._read(layer, row) == tokens, f"layer {layer} is not what layer 0 is"
+            assert self._read(rank, layer, row) == tokens, f"layer {layer} is not what layer 0 is"
         return toy_next(tokens)
 
     def _advance(self) -> None:

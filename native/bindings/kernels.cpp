@@ -1,13 +1,11 @@
-// shared.models._kernels: the only file of the kernels that knows Python.
+// shared.models._kernels. With communicator.cpp, the only files of the kernels that know Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
-
-#include "all_reduce.h"
+#include "arrays.h"
 #include "context.h"
 #include "experts.h"
 #include "layer_counter.h"
@@ -15,31 +13,11 @@
 #include "paged.h"
 #include "sampling.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
 
 using namespace kvmesh;
-
-template <class T>
-using Vector = nb::ndarray<T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Matrix = nb::ndarray<T, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
-template <class M>
-int rows(const M& matrix) {
-    return static_cast<int>(matrix.shape(0));
-}
-
-template <class M>
-int columns(const M& matrix) {
-    return static_cast<int>(matrix.shape(1));
-}
 
 void fill(Linear& linear, int first, const Matrix<const float>& source) {
     require(columns(source) == linear.inputs(), "source has another number of inputs");
@@ -114,7 +92,7 @@ void run_experts(const Experts& experts, Context& context, const Matrix<const in
     require(rows(ids) == n && rows(weights) == n && columns(weights) == per_token, "ids, weights: [rows, per_token]");
     require(columns(x) == experts.inputs() && rows(out) == n && columns(out) == experts.outputs(), "x, out: one a row");
     for (int64_t i = 0; i < int64_t{n} * per_token; ++i)
-        require(ids.data()[i] >= 0 && ids.data()[i] < experts.count(), "no such expert");
+        require(ids.data()[i] >= 0 && ids.data()[i] < experts.total(), "no such expert");
     nb::gil_scoped_release unlocked;
     experts.run(context, n, per_token, ids.data(), weights.data(), x.data(), out.data());
 }
@@ -217,12 +195,6 @@ struct LayerCounter {
     Vector<uint64_t> word;
 };
 
-// One rank's end of the memory of a tensor parallel group; keeps it alive.
-struct AllReduceHolder {
-    Vector<uint8_t> memory;
-    AllReduce ends;
-};
-
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -291,10 +263,19 @@ NB_MODULE(_kernels, m) {
         .def("route", &route_rows, "context"_a, "logits"_a, "ids"_a, "weights"_a,
              "Fills ids and weights [rows, per_token], best first; equal scores go to the smaller number.");
 
-    nb::class_<Experts>(m, "Experts", "Gated linears and their way back; copies share the weights.")
-        .def(nb::init<std::vector<Linear>, std::vector<Linear>>(), "gate_up"_a, "down"_a)
+    nb::class_<Experts>(
+        m, "Experts",
+        "Gated linears and their way back, numbered from `first` on, of `total`; copies share the weights.")
+        .def(
+            "__init__",
+            [](Experts* self, std::vector<Linear> gate_up, std::vector<Linear> down, int first,
+               std::optional<int> total) {
+                int all = total.value_or(first + static_cast<int>(down.size()));
+                new (self) Experts(std::move(gate_up), std::move(down), first, all);
+            },
+            "gate_up"_a, "down"_a, nb::kw_only(), "first"_a = 0, "total"_a.none() = nb::none())
         .def("add", &run_experts, "context"_a, "ids"_a, "weights"_a, "x"_a, "out"_a,
-             "out[row] += weight * expert(x[row]), by ascending expert.");
+             "out[row] += weight * expert(x[row]), by ascending expert, over those that are here.");
 
     nb::class_<Batch>(m, "Batch", "The rows of one step, checked against the cache.")
         .def(
@@ -356,30 +337,7 @@ NB_MODULE(_kernels, m) {
             "value"_a, "timeout_s"_a, "Sleep until the counter is above `value`, or the time is up; what it is then.")
         .def_prop_ro("value", [](const LayerCounter& self) { return read_counter(self.word.data()); });
 
-    nb::class_<AllReduceHolder>(m, "AllReduce", "One rank's end of the memory that a tensor parallel group shares.")
-        .def(
-            "__init__",
-            [](AllReduceHolder* self, const Vector<uint8_t>& memory, int rank, int ranks) {
-                AllReduce ends(reinterpret_cast<char*>(memory.data()), static_cast<int64_t>(memory.shape(0)), rank,
-                               ranks);
-                new (self) AllReduceHolder{memory, ends};
-            },
-            "memory"_a, "rank"_a, "ranks"_a)
-        .def(
-            "sum",
-            [](AllReduceHolder& self, const Matrix<float>& values, double timeout_s) {
-                nb::gil_scoped_release unlocked;
-                return self.ends.sum(values.data(), static_cast<int64_t>(values.size()), timeout_s);
-            },
-            "values"_a, "timeout_s"_a, "Add the other ranks' values, in place; the rank that is missing, or None.")
-        .def(
-            "barrier",
-            [](AllReduceHolder& self, double timeout_s) {
-                nb::gil_scoped_release unlocked;
-                return self.ends.barrier(timeout_s);
-            },
-            "timeout_s"_a, "Wait for all ranks; the rank that is missing, or None.");
-
+    bind_communicator(m);
     m.def("rms_norm", &rms_norm, "context"_a, "x"_a, "weight"_a, "eps"_a, "out"_a);
     m.def("sample", &sample_rows, "context"_a, "logits"_a, "draws"_a, "out"_a,
           "One token a row. draws [rows, 5]: temperature, top_p, min_p, top_k, uniform. -1 where no logit is finite.");

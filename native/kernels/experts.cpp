@@ -78,8 +78,9 @@ void route(Context& context, int rows, int experts, const float* logits, const R
     });
 }
 
-Experts::Experts(std::vector<Linear> gate_up, std::vector<Linear> down)
-    : gate_up_(std::move(gate_up)), down_(std::move(down)) {
+Experts::Experts(std::vector<Linear> gate_up, std::vector<Linear> down, int first, int total)
+    : gate_up_(std::move(gate_up)), down_(std::move(down)), first_(first), total_(total) {
+    if (first < 0 || first + count() > total) throw std::invalid_argument("these experts are not among so many");
     if (down_.empty() || gate_up_.size() != down_.size()) throw std::invalid_argument("an expert has two linears");
     for (size_t i = 0; i < down_.size(); ++i)
         if (!gate_up_[i].gated() || gate_up_[i].inputs() != inputs() || down_[i].outputs() != outputs() ||
@@ -91,13 +92,16 @@ Experts::Experts(std::vector<Linear> gate_up, std::vector<Linear> down)
 void Experts::run(Context& context, int rows, int per_token, const int32_t* ids, const float* weights, const float* x,
                   float* out) const {
     // Places (token * per_token + k) by expert, and in each by token.
-    std::vector<int64_t> begins(count() + 1), places(int64_t{rows} * per_token);
-    int64_t total = static_cast<int64_t>(places.size());
-    for (int64_t i = 0; i < total; ++i) ++begins[ids[i] + 1];
+    int64_t total = int64_t{rows} * per_token;
+    std::vector<int64_t> begins(count() + 1), places(total);
+    auto here = [&](int64_t i) { return ids[i] >= first_ && ids[i] < first_ + count(); };
+    for (int64_t i = 0; i < total; ++i)
+        if (here(i)) ++begins[ids[i] - first_ + 1];
     int64_t most = *std::max_element(begins.begin(), begins.end());
     for (int e = 0; e < count(); ++e) begins[e + 1] += begins[e];
     std::vector<int64_t> next(begins.begin(), begins.end() - 1);
-    for (int64_t i = 0; i < total; ++i) places[next[ids[i]]++] = i;
+    for (int64_t i = 0; i < total; ++i)
+        if (here(i)) places[next[ids[i] - first_]++] = i;
 
     int from = inputs(), to = outputs(), between = gate_up_.front().results();
     float* gathered = context.routed.get(most * (from + between + to));

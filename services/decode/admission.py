@@ -1,8 +1,8 @@
-"""Whether a decoder takes a request: decided at once, before anything is reserved. Pure."""
+"""Whether a decoder takes a request, and which of its data parallel ranks: decided at once, before anything is reserved. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from shared.kv.shards import fit
@@ -11,21 +11,33 @@ from shared.messages import Announce, Generate, InstanceRef, ModelIdentity, Refu
 
 
 @dataclass(frozen=True)
+class Room:
+    """A data parallel rank at this moment. Admission counts free pages only: what runs, is reserved, in transit or quarantined
+    is not there to be given."""
+
+    free_pages: int
+    starved: bool
+    """A preempted sequence waits for pages."""
+    attempts: int
+    """That run or wait there."""
+    picked: int
+    """When it was last chosen, in choices."""
+
+
+@dataclass(frozen=True)
 class Capacity:
-    """The decoder at this moment. Admission counts free pages only: what runs, is reserved, in transit or quarantined is
-    not there to be given."""
+    """The decoder at this moment."""
 
     me: InstanceRef
     model: ModelIdentity
     layout: KvLayout
     tp: int
-    total_pages: int
-    free_pages: int
+    pool_pages: int
+    """Pages of each rank's pool, free or not."""
+    ranks: Sequence[Room]
     waiting: int
     max_waiting: int
     draining: bool
-    starved: bool
-    """A preempted sequence waits for pages."""
     attempts: Container[str]
 
 
@@ -34,8 +46,8 @@ def pages_at_admission(layout: KvLayout, prompt_tokens: int) -> int:
     return layout.pages_for(prompt_tokens + 1)
 
 
-def refuse(generate: Generate, now: Capacity) -> RefusedReply | None:
-    """Why not, or None: take it."""
+def decide(generate: Generate, now: Capacity) -> RefusedReply | int:
+    """Why not, or the number of the rank that takes it."""
 
     def no(code: str, reason: str, *, retryable: bool = True) -> RefusedReply:
         return RefusedReply(attempt=generate.attempt, code=code, reason=reason, retryable=retryable)  # type: ignore[arg-type]
@@ -54,17 +66,29 @@ def refuse(generate: Generate, now: Capacity) -> RefusedReply | None:
     if any(not 0 <= token < now.model.vocab_size for token in generate.tokens):
         return no("invalid", f"a token id is outside 0 to {now.model.vocab_size - 1}", retryable=False)
     longest = now.layout.pages_for(min(prompt + generate.max_tokens, now.model.max_positions))
-    if longest > now.total_pages:
-        return no("invalid", f"prompt and output need {longest} pages; the pool has {now.total_pages}", retryable=False)
+    if longest > now.pool_pages:
+        return no("invalid", f"prompt and output need {longest} pages; the pool has {now.pool_pages}", retryable=False)
     if (mismatch := _mismatch(generate.prefiller, prompt, now)) is not None:
         return no("mismatch", mismatch)
     if now.draining:
         return no("draining", "this decoder is leaving")
     if now.waiting >= now.max_waiting:
         return no("busy", f"{now.waiting} admitted requests wait already")
-    if now.starved or pages_at_admission(now.layout, prompt) > now.free_pages:
-        return no("busy", f"{now.free_pages} of {now.total_pages} pages are free")
-    return None
+    pages = pages_at_admission(now.layout, prompt)
+    rank = choose(now.ranks, pages)
+    return no("busy", f"{pages} page(s) are wanted; free are {_shown(now)}") if rank is None else rank
+
+
+def choose(ranks: Sequence[Room], pages: int) -> int | None:
+    """Of the ranks that can give `pages` pages the one with the fewest attempts, then with the most free pages; equals take
+    turns. None: no rank can."""
+    able = [number for number, room in enumerate(ranks) if pages <= room.free_pages and not room.starved]
+    return min(able, key=lambda n: (ranks[n].attempts, -ranks[n].free_pages, ranks[n].picked), default=None)
+
+
+def _shown(now: Capacity) -> str:
+    owed = {False: "", True: " (which a preempted request waits for)"}
+    return ", ".join(f"{room.free_pages} of {now.pool_pages}{owed[room.starved]}" for room in now.ranks)
 
 
 def _mismatch(prefiller: Announce | None, prompt: int, now: Capacity) -> str | None:

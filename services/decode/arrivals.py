@@ -105,16 +105,16 @@ class Arrivals:
             raise AttemptFailed("prefill", f"{prefiller.name} refused: {answer.reason}", retryable=answer.retryable)
 
     def _prefill(self, attempt: Attempt, incoming: Incoming) -> Prefill:
-        sequence, layout, pool = attempt.sequence, self._instance.layout, self._instance.pool
+        sequence, layout, rank = attempt.sequence, self._instance.layout, attempt.rank
         return Prefill(
             attempt=attempt.id,
             prefiller=incoming.prefiller,
             decoder=self._instance.ref,
             fabric=self._instance.endpoint,
             layout=layout,
-            num_pages=pool.num_pages,
-            regions=[region.descriptor for region in self._instance.regions],
-            pages=pool.pages(attempt.id)[: layout.pages_for(len(sequence.tokens) - 1)],
+            num_pages=rank.pool.num_pages,
+            regions=[region.descriptor for region in rank.regions],
+            pages=rank.pool.pages(attempt.id)[: layout.pages_for(len(sequence.tokens) - 1)],
             immediate=incoming.slot.immediate,
             tail=self._receiver.tail_slot(incoming),
             tokens=sequence.tokens,

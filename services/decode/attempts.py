@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 
 from services.decode.metrics import DecodeMetrics
 from services.decode.outbox import Outbox
+from services.decode.rank import DecodeRank
 from services.decode.sequence import Sequence
 from shared.errors import AttemptFailed
 from shared.messages import Announce, Emit, InstanceRef
@@ -32,6 +33,7 @@ class Attempt:
     Times are CLOCK_MONOTONIC."""
 
     sequence: Sequence
+    rank: DecodeRank
     prefiller: Announce | None
     context: Context
     admitted_ns: int
@@ -99,6 +101,10 @@ class Attempts:
     def add(self, attempt: Attempt) -> None:
         self._by_id[attempt.id] = attempt
         self.idle.clear()
+
+    def on_rank(self, rank: DecodeRank) -> int:
+        """How many."""
+        return sum(attempt.rank is rank for attempt in self._by_id.values())
 
     def of_router(self, router: InstanceRef) -> list[Attempt]:
         return [attempt for attempt in self._by_id.values() if attempt.router == router]

@@ -1,19 +1,22 @@
-"""The running batch: step after step while there is something to run. The async shell of `scheduler`."""
+"""The running batches: step after step while there is something to run, all data parallel ranks together. The async shell of
+`scheduler`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from services.decode.attempts import Attempt, Attempts
 from services.decode.metrics import DecodeMetrics
 from services.decode.outbox import Outbox
-from services.decode.scheduler import DecodeScheduler, PlannedRow
+from services.decode.rank import DecodeRank
+from services.decode.scheduler import PlannedRow
 from services.decode.sequence import Outcome
 from shared.engine.pages import pack_pages
-from shared.engine.protocol import Row, Step, StepDone
-from shared.errors import AttemptFailed, StepFailed
+from shared.engine.protocol import Row, Step, StepDone, StepError
+from shared.errors import AttemptFailed
 from shared.instance import Instance
 from shared.kv import plan
 from shared.messages import Emit, Timing
@@ -24,12 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Batch:
-    """Runs what is given to `start` until it ends, is taken out by `remove`, or its deadline passes."""
+    """Runs what is given to `start`, on the rank that it has, until it ends, is taken out by `remove`, or its deadline passes.
+    A rank with nothing to run takes part in the others' steps."""
 
     def __init__(
         self,
         instance: Instance,
-        scheduler: DecodeScheduler,
+        ranks: Sequence[DecodeRank],
         attempts: Attempts,
         outbox: Outbox,
         metrics: DecodeMetrics,
@@ -37,7 +41,7 @@ class Batch:
         step_timeout_s: float,
     ) -> None:
         self._instance = instance
-        self._scheduler = scheduler
+        self._ranks = ranks
         self._attempts = attempts
         self._outbox = outbox
         self._metrics = metrics
@@ -49,15 +53,15 @@ class Batch:
 
     def start(self, attempt: Attempt) -> None:
         """Its KV is here: all of the prompt but the last token, which its first step runs."""
-        self._instance.pool.mark(attempt.id, "running")
+        attempt.rank.pool.mark(attempt.id, "running")
         attempt.ready_ns = attempt.ready_ns or time.monotonic_ns()
         attempt.sequence.computed = attempt.sequence.prompt_tokens - 1
-        self._scheduler.add(attempt.sequence)
+        attempt.rank.scheduler.add(attempt.sequence)
         self._wake.set()
 
     def remove(self, attempt: Attempt) -> None:
         """Takes it out; its pages are free at once, or after the step that uses them. Idempotent."""
-        self._scheduler.remove(attempt.sequence)
+        attempt.rank.scheduler.remove(attempt.sequence)
         self.wake()
 
     def wake(self) -> None:
@@ -68,11 +72,9 @@ class Batch:
         """Until cancelled. Raises `EngineError` when the executor is no more."""
         while True:
             self.expire()
-            before = self._scheduler.preempted
-            rows = self._scheduler.plan()
-            self._metrics.preemptions.inc(self._scheduler.preempted - before)
-            if rows:
-                await self._step(rows)
+            plans = [self._plan(rank) for rank in self._ranks]
+            if any(plans):
+                await self._step(plans)
             else:
                 self._wake.clear()
                 await self._wake.wait()
@@ -86,36 +88,52 @@ class Batch:
                 error = AttemptFailed("decode", "the request's deadline passed", retryable=False)
                 self._attempts.finish_badly(attempt, error)
 
-    async def _step(self, rows: list[PlannedRow]) -> None:
+    def _plan(self, rank: DecodeRank) -> list[PlannedRow]:
+        before = rank.scheduler.preempted
+        rows = rank.scheduler.plan()
+        self._metrics.preemptions.inc(rank.scheduler.preempted - before)
+        return rows
+
+    async def _step(self, plans: Sequence[list[PlannedRow]]) -> None:
+        """One step of all ranks; `plans` are theirs."""
         self._number += 1
-        step = Step(step=self._number, rows=[self._row(row) for row in rows])
-        try:
-            done = await self._instance.executor.step(step, timeout_s=self._step_timeout_s)
-        except StepFailed as error:
-            self._fail(rows, error)
-        else:
-            self._take(rows, done)
+        steps = [
+            Step(step=self._number, rows=[self._row(rank, row) for row in rows])
+            for rank, rows in zip(self._ranks, plans, strict=True)
+        ]
+        answers = await self._instance.executor.step(steps, timeout_s=self._step_timeout_s)
+        self._measure(answers)
+        for rank, rows, answer in zip(self._ranks, plans, answers, strict=True):
+            if isinstance(answer, StepError):
+                self._fail(rank, rows, answer)
+            else:
+                self._take(rank, rows, answer)
         await self._outbox.flush(asyncio.get_running_loop().time())
 
-    def _row(self, row: PlannedRow) -> Row:
+    def _row(self, rank: DecodeRank, row: PlannedRow) -> Row:
         sequence = row.sequence
         return Row(
             tokens=sequence.tokens[row.start : row.end],
             start=row.start,
-            pages=pack_pages(self._instance.pool.pages(sequence.attempt)),
+            pages=pack_pages(rank.pool.pages(sequence.attempt)),
             sample=sequence.sampling if row.samples else None,
         )
 
-    def _take(self, rows: list[PlannedRow], done: StepDone) -> None:
-        seconds = (done.end_ns - done.begin_ns) / 1e9
-        self.step_s.add(seconds)
-        self._metrics.step.observe(seconds)
-        for outcome in self._scheduler.apply(rows, done.sampled):
+    def _measure(self, answers: Sequence[StepDone | StepError]) -> None:
+        """A step takes as long as its slowest rank."""
+        seconds = [(done.end_ns - done.begin_ns) / 1e9 for done in answers if isinstance(done, StepDone)]
+        if seconds:
+            self.step_s.add(max(seconds))
+            self._metrics.step.observe(max(seconds))
+
+    def _take(self, rank: DecodeRank, rows: list[PlannedRow], done: StepDone) -> None:
+        for outcome in rank.scheduler.apply(rows, done.sampled):
             self._emit(outcome, done)
 
-    def _fail(self, rows: list[PlannedRow], error: StepFailed) -> None:
-        log.error("%s", error)
-        for sequence in self._scheduler.fail(rows):
+    def _fail(self, rank: DecodeRank, rows: list[PlannedRow], error: StepError) -> None:
+        """That rank's rows alone."""
+        log.error("step %d failed on data parallel rank %d: %s", error.step, rank.number, error.detail)
+        for sequence in rank.scheduler.fail(rows):
             if (attempt := self._attempts.get(sequence.attempt)) is not None:
                 self._attempts.finish_badly(attempt, AttemptFailed("decode step", error.detail))
 

@@ -15,7 +15,7 @@ from shared.instance import Instance
 
 def main(argv: list[str] | None = None) -> None:
     """Runs until SIGTERM or Ctrl-C. Exit status 1, and one line, where something is wrong."""
-    serving.main("decode", DecodeSettings, _make, argv, max_batch=lambda settings: settings.max_batch)
+    serving.main("decode", DecodeSettings, _make, argv, max_batch=lambda settings: settings.max_batch * settings.dp)
 
 
 def _make(

@@ -13,7 +13,7 @@ from services.decode.attempts import Attempt, Attempts, Cancelled
 from services.decode.batch import Batch
 from services.decode.metrics import DecodeMetrics
 from services.decode.outbox import Outbox
-from services.decode.scheduler import DecodeScheduler
+from services.decode.rank import DecodeRank, ranks_of
 from services.decode.sequence import Sequence
 from shared import subjects
 from shared.bus import Message
@@ -48,27 +48,20 @@ class DecodeService:
         self, instance: Instance, settings: DecodeSettings, metrics: DecodeMetrics, tasks: asyncio.TaskGroup
     ) -> None:
         self._instance = instance
-        self._settings = settings
+        self._max_waiting = settings.max_waiting * instance.dp
         self._metrics = metrics
-        self._pool = instance.pool
-        self.scheduler = DecodeScheduler(
-            instance.pool,
-            instance.layout.page_size,
-            max_batch=settings.max_batch,
-            max_positions=instance.identity.max_positions,
-        )
+        self.ranks = ranks_of(instance, settings)
         self._receiver = KvReceiver(
             instance.fabric,
             instance.layout,
             instance.tp,
-            instance.pool,
-            max_incoming=4 * settings.max_waiting,
+            max_incoming=4 * self._max_waiting,
             quarantine_s=settings.quarantine_s,
         )
         self._outbox = Outbox(instance.bus, instance.ref, self._emitted_for, self._on_router_gone)
         self._attempts = Attempts(metrics, self._outbox)
         self._batch = Batch(
-            instance, self.scheduler, self._attempts, self._outbox, metrics, step_timeout_s=settings.step_timeout_s
+            instance, self.ranks, self._attempts, self._outbox, metrics, step_timeout_s=settings.step_timeout_s
         )
         self._arrivals = Arrivals(
             instance,
@@ -80,6 +73,7 @@ class DecodeService:
             ready=self._on_ready,
             freed=self._batch.wake,
         )
+        self._admitted = 0
         self._draining = False
 
     @property
@@ -88,17 +82,20 @@ class DecodeService:
         return self._attempts.idle
 
     def load(self) -> Load:
+        free = [rank.pool.free for rank in self.ranks]
         return Load(
-            free_pages=self._pool.free,
-            total_pages=self._pool.num_pages,
-            running=len(self.scheduler.running),
+            free_pages=sum(free),
+            largest_free_pages=max(free),
+            total_pages=sum(rank.pool.num_pages for rank in self.ranks),
+            running=self._running(),
             waiting=self._waiting(),
             step_s=self._batch.step_s.value,
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` where ledger and slots do not match."""
-        self._pool.check_integrity()
+        """Raises `AssertionError` where a ledger or the slots do not match."""
+        for rank in self.ranks:
+            rank.pool.check_integrity()
         self._receiver.check_integrity()
 
     async def run(self, listening: asyncio.Event) -> None:
@@ -138,23 +135,26 @@ class DecodeService:
                 self._arrivals.on_drained(message.body)
 
     def _on_generate(self, generate: Generate, message: Message[ToDecoder]) -> Reply:
-        refusal = admission.refuse(generate, self._capacity()) or self._admit(generate, message)
-        if refusal is not None:
-            self._metrics.refused.labels(refusal.code).inc()
-            return refusal
-        return Accepted(generate.attempt)
+        decided = admission.decide(generate, self._capacity())
+        reply = decided if isinstance(decided, RefusedReply) else self._admit(generate, message, self.ranks[decided])
+        if isinstance(reply, RefusedReply):
+            self._metrics.refused.labels(reply.code).inc()
+        return reply
 
-    def _admit(self, generate: Generate, message: Message[ToDecoder]) -> RefusedReply | None:
+    def _admit(self, generate: Generate, message: Message[ToDecoder], rank: DecodeRank) -> Reply:
         """Reserves the pages and arms the counter; only then the prefiller is asked, by the attempt's own task."""
         prompt, began_ns = len(generate.tokens), time.monotonic_ns()
-        self._pool.reserve(generate.attempt, admission.pages_at_admission(self._instance.layout, prompt))
-        attempt = Attempt(Sequence.of(generate, self._now()), generate.prefiller, message.context, time.monotonic_ns())
+        rank.pool.reserve(generate.attempt, admission.pages_at_admission(self._instance.layout, prompt))
+        sequence = Sequence.of(generate, self._now())
+        attempt = Attempt(sequence, rank, generate.prefiller, message.context, time.monotonic_ns())
         if generate.prefiller is not None and prompt > 1:
             try:
-                attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller, prompt)
+                attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller, prompt, rank.pool)
             except Refused as refused:
-                self._pool.release(generate.attempt)
+                rank.pool.release(generate.attempt)
                 return RefusedReply(attempt=generate.attempt, code="busy", reason=refused.reason, retryable=True)
+        self._admitted += 1
+        rank.picked = self._admitted
         traces.record("decode.admission", message.context, began_ns, time.monotonic_ns())
         self._attempts.add(attempt)
         self._outbox.greet(generate.router, self._now())
@@ -162,7 +162,7 @@ class DecodeService:
             self._batch.start(attempt)
         else:
             self._arrivals.start(attempt, attempt.incoming)
-        return None
+        return Accepted(generate.attempt)
 
     def _on_ready(self, attempt: Attempt) -> None:
         self._batch.start(attempt)
@@ -201,17 +201,22 @@ class DecodeService:
             model=self._instance.identity,
             layout=self._instance.layout,
             tp=self._instance.tp,
-            total_pages=self._pool.num_pages,
-            free_pages=self._pool.free,
+            pool_pages=self.ranks[0].pool.num_pages,
+            ranks=[
+                admission.Room(rank.pool.free, rank.scheduler.starved, self._attempts.on_rank(rank), rank.picked)
+                for rank in self.ranks
+            ],
             waiting=self._waiting(),
-            max_waiting=self._settings.max_waiting,
+            max_waiting=self._max_waiting,
             draining=self._draining,
-            starved=self.scheduler.starved,
             attempts=self._attempts,
         )
 
+    def _running(self) -> int:
+        return sum(len(rank.scheduler.running) for rank in self.ranks)
+
     def _waiting(self) -> int:
-        return len(self._attempts) - len(self.scheduler.running)
+        return len(self._attempts) - self._running()
 
     def _emitted_for(self, router: InstanceRef) -> dict[str, int]:
         return {attempt.id: attempt.sequence.emitted for attempt in self._attempts.of_router(router)}

@@ -18,8 +18,8 @@ from shared import subjects
 from shared.bus import Message
 from shared.config import PrefillSettings
 from shared.engine.pages import pack_pages
-from shared.engine.protocol import Row, Step, StepDone
-from shared.errors import AttemptFailed, BusError, EngineError, FabricError, KvmeshError, MeshError, StepFailed
+from shared.engine.protocol import Row, Step, StepDone, StepError
+from shared.errors import AttemptFailed, BusError, EngineError, FabricError, KvmeshError, MeshError
 from shared.instance import Instance
 from shared.kv.shards import fit
 from shared.messages import Accepted, CancelPrefill, Drained, Load, Prefill, RefusedReply, Reply, ToPrefiller
@@ -43,14 +43,14 @@ class PrefillService:
         self._settings = settings
         self._metrics = metrics
         self._tasks = tasks
-        self._pool = instance.pool
-        self._scheduler = PrefillScheduler(instance.pool, instance.layout.page_size, chunk_tokens=settings.chunk_tokens)
+        (self._pool,) = instance.pools
+        self._scheduler = PrefillScheduler(self._pool, instance.layout.page_size, chunk_tokens=settings.chunk_tokens)
         self.sender = KvSender(
             instance.fabric,
             instance.regions,
             instance.executor.counter_fd,
             instance.layout,
-            instance.pool.num_pages,
+            self._pool.num_pages,
             max_outgoing=2 * settings.max_queue,
             timeout_s=settings.transfer_timeout_s,
         )
@@ -68,6 +68,7 @@ class PrefillService:
     def load(self) -> Load:
         return Load(
             free_pages=self._pool.free,
+            largest_free_pages=self._pool.free,
             total_pages=self._pool.num_pages,
             running=len(self._running) - self._scheduler.queued,
             waiting=self._scheduler.queued,
@@ -262,11 +263,11 @@ class PrefillService:
         self._step += 1
         step = Step(step=self._step, rows=[self._row(part) for part in parts], signal=True)
         try:
-            done = await self._instance.executor.step(step, timeout_s=self._settings.step_timeout_s)
-        except StepFailed as error:
-            self._on_step_failed(runs, error)
-        else:
-            self._on_step_done(parts, runs, done)
+            (answer,) = await self._instance.executor.step([step], timeout_s=self._settings.step_timeout_s)
+            if isinstance(answer, StepError):
+                self._on_step_failed(runs, answer)
+            else:
+                self._on_step_done(parts, runs, answer)
         finally:
             for run in runs:
                 run.out_of_step.set()
@@ -300,8 +301,8 @@ class PrefillService:
         for job in self._scheduler.apply(parts):
             self._running[job.attempt].computed.set()
 
-    def _on_step_failed(self, runs: list[Running], error: StepFailed) -> None:
-        log.error("%s", error)
+    def _on_step_failed(self, runs: list[Running], error: StepError) -> None:
+        log.error("step %d failed: %s", error.step, error.detail)
         self.sender.disarm()
         self._counter = error.counter
         for run in runs:

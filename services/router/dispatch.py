@@ -9,7 +9,8 @@ best pair of a kind is its best prefiller with its best decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,8 @@ AHEAD = 4
 TIE_S = 0.001
 TIE_RATIO = 1.02
 """Predictions closer than these are equal, and equals take turns."""
+
+T = TypeVar("T")
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -82,31 +85,37 @@ def choose(
         for fed, feeding in kinds
         if (found := _best_pair(_of(decoders, fed), _of(prefillers, feeding), need, now)) is not None
     ]
-    if pairs:
-        return min(pairs, key=lambda found: found[0])[1]
+    if (best := _best(pairs, _picked)) is not None:
+        return best[1]
     fitting = [known for fed, feeding in kinds for known in (*_of(decoders, fed), *_of(prefillers, feeding))]
     return _no_room(fitting, need)
 
 
 def _alone(decoders: Sequence[Instance], need: Need, now: float) -> Pair | NoRoom:
-    found = _best([(decode_wait_s(d), d) for d in decoders if _open(d, need) and decoder_has_room(d, need)])
+    found = _best_decoder(decoders, need)
     return Pair(found[1], None) if found is not None else _no_room(decoders, need)
 
 
 def _best_pair(
     decoders: Sequence[Instance], prefillers: Sequence[Instance], need: Need, now: float
 ) -> tuple[float, Pair] | None:
-    decoder = _best([(decode_wait_s(d), d) for d in decoders if _open(d, need) and decoder_has_room(d, need)])
+    decoder = _best_decoder(decoders, need)
     prefiller = _best(
         [
             (prefill_wait_s(p, need.prompt_tokens, now), p)
             for p in prefillers
             if _open(p, need) and prefiller_has_room(p)
-        ]
+        ],
+        lambda p: (p.picked,),
     )
     if decoder is None or prefiller is None:
         return None
     return decoder[0] + prefiller[0], Pair(decoder[1], prefiller[1])
+
+
+def _best_decoder(decoders: Sequence[Instance], need: Need) -> tuple[float, Instance] | None:
+    able = [(decode_wait_s(d), d) for d in decoders if _open(d, need) and decoder_has_room(d, need)]
+    return _best(able, lambda d: (d.picked,))
 
 
 def _of(instances: Sequence[Instance], kind: Kind) -> list[Instance]:
@@ -120,12 +129,17 @@ def _open(instance: Instance, need: Need) -> bool:
     return need.avoid.get(instance.ref) != instance.beats
 
 
-def _best(scored: list[tuple[float, Instance]]) -> tuple[float, Instance] | None:
-    """The least; of those within a tie of it, the one that was chosen longest ago."""
+def _best(scored: Sequence[tuple[float, T]], picked: Callable[[T], tuple[int, ...]]) -> tuple[float, T] | None:
+    """The least; of those within a tie of it, the one with the least `picked`: which was chosen longest ago."""
     if not scored:
         return None
     bar = min(score for score, _ in scored) * TIE_RATIO + TIE_S
-    return min((found for found in scored if found[0] <= bar), key=lambda found: found[1].picked)
+    return min((found for found in scored if found[0] <= bar), key=lambda found: picked(found[1]))
+
+
+def _picked(pair: Pair) -> tuple[int, int]:
+    """Pairs of different kinds take turns as their decoders do; of one decoder, as their prefillers do."""
+    return pair.decoder.picked, 0 if pair.prefiller is None else pair.prefiller.picked
 
 
 def _no_room(candidates: Sequence[Instance], need: Need) -> NoRoom:
@@ -136,11 +150,17 @@ def _no_room(candidates: Sequence[Instance], need: Need) -> NoRoom:
 
 
 def decoder_has_room(decoder: Instance, need: Need) -> bool:
-    """A place in the batch, or close behind it, and pages for the prompt and the first growth."""
+    """A place in the batch, or close behind it, and pages for the prompt and the first growth in one of its pools."""
     capacity = decoder.announce.max_batch
     pages = decoder.announce.layout.pages_for(need.prompt_tokens + 1)
-    free = decoder.load.free_pages - decoder.tally.pages
-    return _in_batch(decoder) < capacity + capacity // AHEAD and pages <= free
+    return _in_batch(decoder) < capacity + capacity // AHEAD and pages <= _free_in_a_pool(decoder)
+
+
+def _free_in_a_pool(decoder: Instance) -> int:
+    """Pages that some pool has free at the least, wherever the decoder put what was sent since its heartbeat: no more than
+    that is gone from the largest, and of what is left in all some pool has its share."""
+    load, sent = decoder.load, decoder.tally.pages
+    return max(load.largest_free_pages - sent, -((sent - load.free_pages) // decoder.announce.dp))
 
 
 def prefiller_has_room(prefiller: Instance) -> bool:

@@ -67,8 +67,8 @@ class RouterService:
     def limits(self) -> Limits:
         """What fits now: see `Limits`."""
         registry = self.registry
-        pools = [k.load.total_pages * k.announce.layout.page_size for k in registry.decoders]
-        sources = [k.load.total_pages * k.announce.layout.page_size for k in registry.prefillers]
+        pools = [k.announce.pool_pages * k.announce.layout.page_size for k in registry.decoders]
+        sources = [k.announce.pool_pages * k.announce.layout.page_size for k in registry.prefillers]
         return Limits(self.model.max_positions, max(pools, default=None), max(sources, default=None))
 
     def _unready(self) -> str | None:
@@ -161,5 +161,8 @@ def _shown(announce: Announce) -> dict[str, Any]:
         "name": announce.instance.name,
         "incarnation": f"{announce.instance.incarnation:016x}",
         "state": announce.state,
+        "tp": announce.tp,
+        "dp": announce.dp,
+        "ep": announce.ep,
         "load": msgspec.to_builtins(announce.load),
     }

@@ -46,7 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     positions: int
     pool_tokens: int | None = None
-    """Tokens of the largest decoder's pool. None: no decoder is known."""
+    """Tokens of the largest pool of a decoder's data parallel rank. None: no decoder is known."""
     prefill_tokens: int | None = None
     """Tokens of the largest prefiller's pool. None: no prefiller is known."""
 

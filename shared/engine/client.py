@@ -16,7 +16,7 @@ from shared.engine import frames
 from shared.engine.counter import create_counter
 from shared.engine.process import ChildProcess
 from shared.engine.protocol import FromExecutor, Start, Started, StartFailed, Step, StepDone, StepError, Stop
-from shared.errors import EngineError, ExecutorDied, ModelError, StepFailed, StepTimeout
+from shared.errors import EngineError, ExecutorDied, ModelError
 from shared.kv.region import KvRegion
 from shared.layout import KvLayout
 
@@ -37,21 +37,23 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """An executor's place in a tensor parallel group. `collective_fd`: the memory of `shared.models.collective`, its owner's
-    to close."""
+    """An executor's place among the `tp * dp` of its instance. `tensor_fd`, `expert_fd`: as in `Start`; their owner's to
+    close."""
 
-    rank: int
-    ranks: int
-    collective_fd: int
+    rank: int = 0
+    tp: int = 1
+    dp: int = 1
+    tensor_fd: int | None = None
+    expert_fd: int | None = None
 
 
 class Executor:
-    """A loaded executor, a `shared.engine.interface.StepRunner`; made by `Executor.start` alone. One step at a time.
+    """One rank of a `shared.engine.group.ExecutorGroup`, loaded; made by `Executor.start` alone. One step at a time.
 
-    After `StepTimeout`, `ExecutorDied` or `close` every further step raises `ExecutorDied`.
+    After `ExecutorDied` or `close` every further step raises `ExecutorDied`.
     """
 
-    def __init__(self, config: ExecutorConfig, rank: Rank | None = None) -> None:
+    def __init__(self, config: ExecutorConfig, rank: Rank) -> None:
         self.config, self._rank = config, rank
         self._region = KvRegion(config.layout.region_bytes(config.num_pages))
         self._counter_fd = create_counter()
@@ -59,16 +61,15 @@ class Executor:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._started: Started | None = None
-        self._reply: asyncio.Task[StepDone | StepError] | None = None
-        self._running = False
+        self._in_step = False
         self._closed = False
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, config: ExecutorConfig, rank: Rank | None = None) -> AsyncIterator[Executor]:
-        """Regions, process, loaded model; closed on leaving. `rank`: in a group. Raises `ModelError` with the executor's words
-        where the model cannot be loaded, `ExecutorDied` where it ends, `EngineError` where it is not ready in
-        `load_timeout_s`."""
+    async def start(cls, config: ExecutorConfig, rank: Rank) -> AsyncIterator[Executor]:
+        """Region, process, loaded model; closed on leaving. `config.layout` is this rank's. Raises `ModelError` with the
+        executor's words where the model cannot be loaded, `ExecutorDied` where it ends, `EngineError` where it is not ready
+        in `load_timeout_s`."""
         executor = cls(config, rank)
         try:
             await executor._spawn()
@@ -114,31 +115,16 @@ class Executor:
         """The exit status of the process, as soon as it has ended, for whatever reason."""
         return await self._child.exited()
 
-    async def died(self) -> None:
-        """Raises `ExecutorDied` as soon as the process has ended, for whatever reason; never returns."""
-        raise ExecutorDied(await self._child.exited())
-
-    async def step(self, step: Step, *, timeout_s: float) -> StepDone:
-        """Run one step. Raises `StepFailed` (the executor goes on), `StepTimeout` (the executor is killed then: what it
-        still writes could not be told from later steps), `ExecutorDied`, or `EngineError` where a step runs already.
-
-        Cancelling it does not stop the step: the next call waits first, in its own time, for that answer, and drops it.
-        """
-        if self._running:
-            raise EngineError(f"step {step.step} while another one runs")
-        self._running = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._drop_cancelled()
-                reply = await self._exchange(step)
-        except TimeoutError:
-            self._child.kill()
-            raise StepTimeout(step.step, timeout_s) from None
-        finally:
-            self._running = False
-        if isinstance(reply, StepError):
-            raise StepFailed(reply.step, reply.detail, reply.counter)
-        return reply
+    async def step(self, step: Step) -> StepDone | StepError:
+        """Run one step: its answer, however long that takes. Raises `ExecutorDied`. Not to be cancelled: an answer would be
+        left without a reader."""
+        self._in_step = True
+        await self._send(step)
+        answer = await self._receive()
+        if not isinstance(answer, StepDone | StepError) or answer.step != step.step:
+            raise EngineError(f"the executor answered step {step.step} with {answer!r}")
+        self._in_step = False
+        return answer
 
     async def close(self) -> None:
         """Stop the process, by force where it does not stop by itself, and close what this object owns. Idempotent."""
@@ -163,8 +149,8 @@ class Executor:
         with theirs:
             command = [sys.executable, "-m", "shared.engine.executor", "--fd", str(theirs.fileno())]
             environ = dict(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            shared = () if self._rank is None else (self._rank.collective_fd,)
-            fds = (theirs.fileno(), self.kv_fd, self.counter_fd, *shared)
+            shared = (self._rank.tensor_fd, self._rank.expert_fd)
+            fds = (theirs.fileno(), self.kv_fd, self.counter_fd, *(fd for fd in shared if fd is not None))
             try:
                 self._process = ChildProcess([*command, "--parent", str(os.getpid())], pass_fds=fds, environ=environ)
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -183,9 +169,11 @@ class Executor:
             purpose=c.purpose,
             kv_fd=self.kv_fd,
             counter_fd=self.counter_fd,
-            rank=self._rank.rank if self._rank else 0,
-            ranks=self._rank.ranks if self._rank else 1,
-            collective_fd=self._rank.collective_fd if self._rank else None,
+            rank=self._rank.rank,
+            tp=self._rank.tp,
+            dp=self._rank.dp,
+            tensor_fd=self._rank.tensor_fd,
+            expert_fd=self._rank.expert_fd,
         )
         try:
             async with asyncio.timeout(c.load_timeout_s):
@@ -198,25 +186,6 @@ class Executor:
         if not isinstance(answer, Started):
             raise EngineError(f"the executor answered its start with {answer!r}")
         self._started = answer
-
-    async def _exchange(self, step: Step) -> StepDone | StepError:
-        """In a task of its own: a caller that is cancelled leaves neither half a frame nor an answer without a reader."""
-        self._reply = asyncio.ensure_future(self._round_trip(step))
-        reply = await asyncio.shield(self._reply)
-        self._reply = None
-        return reply
-
-    async def _drop_cancelled(self) -> None:
-        if self._reply is not None:
-            await asyncio.shield(self._reply)
-            self._reply = None
-
-    async def _round_trip(self, step: Step) -> StepDone | StepError:
-        await self._send(step)
-        answer = await self._receive()
-        if not isinstance(answer, StepDone | StepError) or answer.step != step.step:
-            raise EngineError(f"the executor answered step {step.step} with {answer!r}")
-        return answer
 
     async def _send(self, message: Start | Step | Stop) -> None:
         if self._writer is None or self._closed:
@@ -242,10 +211,7 @@ class Executor:
 
     async def _stop(self, process: ChildProcess) -> None:
         if self._writer is not None:
-            if process.status is None and self._reply is None:
+            if process.status is None and not self._in_step:
                 self._writer.write(frames.pack(Stop()))
             self._writer.close()
         await process.end(self.config.stop_grace_s)
-        if self._reply is not None:
-            self._reply.cancel()
-            await asyncio.gather(self._reply, return_exceptions=True)

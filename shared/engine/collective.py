@@ -1,4 +1,4 @@
-"""The memory through which the ranks of a tensor parallel group sum: see `shared.models.collective`."""
+"""The memory through which ranks work together: see `shared.models.collective`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 _RANK_BYTES = 128
 _SLOT_BYTES = 1 << 20
-"""Of one rank and turn: larger arrays go in several turns."""
+"""Of one rank and turn: what is larger goes in several turns."""
 
 
 def shared_bytes(ranks: int) -> int:

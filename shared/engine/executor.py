@@ -23,9 +23,9 @@ from shared.engine import frames
 from shared.engine.collective import shared_bytes
 from shared.engine.counter import COUNTER_BYTES
 from shared.engine.protocol import Start, Started, StartFailed, Step, StepDone, StepError, Stop, ToExecutor
-from shared.errors import RankLost
+from shared.errors import RankLost, RowsFailed
 from shared.models import _kernels
-from shared.models.collective import SharedMemory
+from shared.models.collective import Peers, SharedMemory
 from shared.models.model import Model, ModelOptions
 
 _PR_SET_PDEATHSIG = 1
@@ -33,8 +33,8 @@ _decoder = msgspec.msgpack.Decoder(ToExecutor)
 
 
 class Runner:
-    """A loaded model, its KV region and its layer counter. Raises what loading raises; `run` raises `RankLost` alone, after
-    which the group is of no use."""
+    """A loaded model, its KV region and its layer counter. Raises what loading raises; `run` raises where other ranks cannot
+    go on without what this one did not do."""
 
     def __init__(self, start: Start) -> None:
         kv = np.frombuffer(_map(start.kv_fd, start.layout.region_bytes(start.num_pages)), np.uint8)
@@ -44,16 +44,20 @@ class Runner:
             {"weights_dtype": start.weights_dtype, "threads": start.threads, "purpose": start.purpose}, ModelOptions
         )
         self._leads = start.rank == 0
-        self.model = Model(Path(start.model), options, start.layout, start.num_pages, kv, peers=_peers(start))
+        peers = _peers(start)
+        self._alone = peers == Peers()
+        self.model = Model(Path(start.model), options, start.layout, start.num_pages, kv, peers=peers)
 
     def run(self, step: Step) -> StepDone | StepError:
         begin_ns = time.monotonic_ns()
         try:
             sampled = self.model.step(step.rows, self._advance if step.signal and self._leads else None)
-        except RankLost:
-            raise
-        except Exception as error:  # noqa: BLE001 - the outermost frame of a step: whatever it raises is its answer
-            detail = str(error) if isinstance(error, ValueError) else "".join(traceback.format_exception(error))
+        except RowsFailed as error:
+            return StepError(step=step.step, detail=str(error), counter=self.counter.value)
+        except Exception as error:
+            if not self._alone:
+                raise
+            detail = "".join(traceback.format_exception(error))
             return StepError(step=step.step, detail=detail, counter=self.counter.value)
         end_ns = time.monotonic_ns()
         return StepDone(step=step.step, sampled=sampled, begin_ns=begin_ns, end_ns=end_ns, counter=self.counter.value)
@@ -62,11 +66,17 @@ class Runner:
         self.counter.advance()
 
 
-def _peers(start: Start) -> SharedMemory | None:
-    if start.collective_fd is None:
+def _peers(start: Start) -> Peers:
+    return Peers(
+        tensor=_end(start.tensor_fd, start.rank % start.tp, start.tp),
+        experts=_end(start.expert_fd, start.rank, start.tp * start.dp),
+    )
+
+
+def _end(fd: int | None, rank: int, ranks: int) -> SharedMemory | None:
+    if fd is None:
         return None
-    memory = np.frombuffer(_map(start.collective_fd, shared_bytes(start.ranks)), np.uint8)
-    return SharedMemory(memory, start.rank, start.ranks)
+    return SharedMemory(np.frombuffer(_map(fd, shared_bytes(ranks)), np.uint8), rank, ranks)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

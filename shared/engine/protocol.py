@@ -32,11 +32,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_fd: int
     counter_fd: int
     rank: int = 0
-    ranks: int = 1
-    """Of a tensor parallel group, every rank of which is sent the same steps: `layout` is this rank's, rank 0 alone draws
-    tokens and advances the layer counter."""
-    collective_fd: int | None = None
-    """The memfd of `shared.models.collective`; None where there is one rank."""
+    tp: int = 1
+    dp: int = 1
+    """This is rank `rank` of dp groups of `tp` ranks, in the order of groups. A group is sent the same steps and its first
+    rank draws the tokens; rank 0 alone advances the layer counter. `layout` is this rank's."""
+    tensor_fd: int | None = None
+    """The memfd of `shared.models.collective` that a group sums over; None where `tp` is 1."""
+    expert_fd: int | None = None
+    """The memfd over which all ranks exchange what their experts take and give; None where experts are not spread."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):

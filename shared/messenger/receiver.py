@@ -31,9 +31,12 @@ _ASK_AGAIN_S = 0.1
 class Incoming:
     """One attempt's KV on its way in. `settled` is set once no write of it can land any more."""
 
-    def __init__(self, attempt: str, prefiller: InstanceRef, slot: Slot, arrival: Arrival, expected: tail.Tail) -> None:
-        self.attempt = attempt
+    def __init__(
+        self, prefiller: InstanceRef, pool: PagePool, slot: Slot, arrival: Arrival, expected: tail.Tail
+    ) -> None:
+        self.attempt = expected.attempt
         self.prefiller = prefiller
+        self.pool = pool
         self.slot = slot
         self.arrival = arrival
         self.expected = expected
@@ -41,15 +44,13 @@ class Incoming:
 
 
 class KvReceiver:
-    """Owns the tail region, the slots and the armed counters; pages are the pool's, the fabric its caller's."""
+    """Owns the tail region, the slots and the armed counters; pages are their pools', the fabric its caller's. `layout` is the
+    whole model's, `tp` the sharding of whatever pool an attempt's pages are in."""
 
-    def __init__(
-        self, fabric: Fabric, layout: KvLayout, tp: int, pool: PagePool, *, max_incoming: int, quarantine_s: float
-    ) -> None:
+    def __init__(self, fabric: Fabric, layout: KvLayout, tp: int, *, max_incoming: int, quarantine_s: float) -> None:
         self._fabric = fabric
         self._layout = layout
         self._tp = tp
-        self._pool = pool
         self.quarantine_s = quarantine_s
         self._slots = SlotPool(max_incoming)
         self._incoming: dict[str, Incoming] = {}
@@ -61,9 +62,9 @@ class KvReceiver:
         finally:
             os.close(fd)
 
-    def expect(self, attempt: str, prefiller: Announce, prompt_tokens: int) -> Incoming:
-        """Arms the attempt's counter with the writes that the two shardings make; its pages are already reserved. Raises
-        `Refused` when no slot is free. Nothing may be sent to the prefiller before this."""
+    def expect(self, attempt: str, prefiller: Announce, prompt_tokens: int, pool: PagePool) -> Incoming:
+        """Arms the attempt's counter with the writes that the two shardings make; its pages of `pool` are already reserved.
+        Raises `Refused` when no slot is free. Nothing may be sent to the prefiller before this."""
         slot = self._slots.take()
         if slot is None:
             raise Refused(f"{self._slots.count} attempts already wait for their KV")
@@ -73,9 +74,9 @@ class KvReceiver:
         expected = tail.Tail(attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), writes)
         self._tails[slot.tail_offset : slot.tail_offset + tail.SLOT_BYTES] = bytes(tail.SLOT_BYTES)
         arrival = self._fabric.expect(slot.immediate, writes)
-        incoming = Incoming(attempt, prefiller.instance, slot, arrival, expected)
+        incoming = Incoming(prefiller.instance, pool, slot, arrival, expected)
         self._incoming[attempt] = incoming
-        self._pool.mark(attempt, "in_transit", 0, self._layout.pages_for(tokens))
+        pool.mark(attempt, "in_transit", 0, self._layout.pages_for(tokens))
         return incoming
 
     def tail_slot(self, incoming: Incoming) -> TailSlot:
@@ -88,7 +89,7 @@ class KvReceiver:
         offset = incoming.slot.tail_offset
         with memoryview(self._tails) as view:
             tail.check(bytes(view[offset : offset + tail.HEADER_BYTES]), incoming.expected)
-        self._pool.mark(incoming.attempt, "running")
+        incoming.pool.mark(incoming.attempt, "running")
         self._forget(incoming)
 
     def drained(self, attempt: str) -> Incoming | None:
@@ -105,14 +106,14 @@ class KvReceiver:
     async def reclaim(self, incoming: Incoming, reason: str, ask_drained: AskDrained) -> None:
         """Quarantines the attempt's pages, tells the prefiller, and releases pages and slot once no write can land: the
         prefiller answered, or it did not within `quarantine_s` and its connection was closed."""
-        self._pool.mark(incoming.attempt, "quarantined")
+        incoming.pool.mark(incoming.attempt, "quarantined")
         try:
             async with asyncio.timeout(self.quarantine_s):
                 await self._confirmed(incoming, reason, ask_drained)
         except (TimeoutError, NobodyListens):
             await self.fence(incoming.prefiller.incarnation)
         self._forget(incoming)
-        self._pool.release(incoming.attempt)
+        incoming.pool.release(incoming.attempt)
 
     async def fence(self, incarnation: int) -> None:
         """Closes the connection with a prefiller; afterwards no write of it can land, so all that came from it is settled."""

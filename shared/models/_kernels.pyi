@@ -83,9 +83,11 @@ class Router:
         """Fills ids and weights [rows, per_token], best first; equal scores go to the smaller number."""
 
 class Experts:
-    """Gated linears and their way back; copies share the weights."""
+    """Gated linears and their way back, numbered from `first` on, of `total`; copies share the weights."""
 
-    def __init__(self, gate_up: Sequence[Linear], down: Sequence[Linear]) -> None: ...
+    def __init__(
+        self, gate_up: Sequence[Linear], down: Sequence[Linear], *, first: int = 0, total: int | None = None
+    ) -> None: ...
     def add(
         self,
         context: Context,
@@ -94,7 +96,7 @@ class Experts:
         x: NDArray[np.float32],
         out: NDArray[np.float32],
     ) -> None:
-        """out[row] += weight * expert(x[row]), by ascending expert."""
+        """out[row] += weight * expert(x[row]), by ascending expert, over those that are here."""
 
 class Batch:
     """The rows of one step, checked against the cache."""
@@ -166,12 +168,21 @@ class LayerCounter:
     @property
     def value(self) -> int: ...
 
-class AllReduce:
-    """One rank's end of the memory that a tensor parallel group shares."""
+class Communicator:
+    """One rank's end of the memory that a group of ranks shares."""
 
     def __init__(self, memory: NDArray[np.uint8], rank: int, ranks: int) -> None: ...
-    def sum(self, values: NDArray[np.float32], timeout_s: float) -> int | None:
+    def all_reduce_sum(self, values: NDArray[np.float32], timeout_s: float) -> int | None:
         """Add the other ranks' values, in place; the rank that is missing, or None."""
+
+    def gather(self, values: NDArray[np.float32], out: NDArray[np.float32], timeout_s: float) -> int | None:
+        """All ranks' values into rank 0's out, in the order of ranks; the rank that is missing, or None."""
+
+    def all_to_all(
+        self, rows: NDArray[np.float32], counts: NDArray[np.int64], timeout_s: float
+    ) -> tuple[NDArray[np.float32], list[int]] | int:
+        """Rows sorted by destination, counts[d] of them to rank d; what came, in the order of sources, and how many from
+        each; or the rank that is missing."""
 
     def barrier(self, timeout_s: float) -> int | None:
         """Wait for all ranks; the rank that is missing, or None."""

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a tensor parallel group.
+"""What the ranks of an instance do together: sums over a tensor parallel group, all-to-all over the ranks that share experts.
 
 Between processes of one machine they go through memory that all map. Not through gloo: it comes with torch, which no
 executor imports on CPU, and sends through sockets what a copy and a futex can do.
@@ -6,7 +6,8 @@ executor imports on CPU, and sends through sockets what a copy and a futex can d
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +34,35 @@ class Collective(Protocol):
         later call may raise."""
         ...
 
+    def gather(self, values: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """`values`, of one shape in all ranks, one rank's below the other's into rank 0's `out`, `[ranks * rows, columns]`;
+        that of other ranks is not touched. Raises as `all_reduce_sum` does."""
+        ...
+
+    def all_to_all(self, rows: npt.NDArray[np.float32], counts: Sequence[int]) -> Rows:
+        """`rows`, `[sum(counts), width]`, are sorted by destination: counts[d] of them, also none, go to rank d. What all
+        ranks sent to this one. `width` is the same in all ranks. Raises as `all_reduce_sum` does, and `ValueError`, in all
+        ranks, for rows that are too wide."""
+        ...
+
     def barrier(self) -> None:
         """Returns when all ranks have come; what each wrote before is visible to all. Raises as `all_reduce_sum` does."""
         ...
+
+
+class Rows(NamedTuple):
+    """`[sum(counts), width]`: counts[s] rows from rank s, in the order of ranks, and of each as it sent them."""
+
+    values: npt.NDArray[np.float32]
+    counts: list[int]
+
+
+class Peers(NamedTuple):
+    """Whom a rank works with. `tensor`: those that hold the other shards of its rows' heads; `experts`: all ranks of the
+    instance, where the routed experts are spread over them. None: nobody."""
+
+    tensor: Collective | None = None
+    experts: Collective | None = None
 
 
 class SharedMemory:
@@ -47,11 +74,20 @@ class SharedMemory:
     def __init__(self, memory: npt.NDArray[np.uint8], rank: int, ranks: int, *, deadline_s: float = DEADLINE_S) -> None:
         """Raises `ValueError` where the memory is too small."""
         self.rank, self.ranks = rank, ranks
-        self._ends = _kernels.AllReduce(memory, rank, ranks)
+        self._ends = _kernels.Communicator(memory, rank, ranks)
         self._deadline_s = deadline_s
 
     def all_reduce_sum(self, values: npt.NDArray[np.float32]) -> None:
-        self._check(self._ends.sum(values, self._deadline_s))
+        self._check(self._ends.all_reduce_sum(values, self._deadline_s))
+
+    def gather(self, values: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        self._check(self._ends.gather(values, out, self._deadline_s))
+
+    def all_to_all(self, rows: npt.NDArray[np.float32], counts: Sequence[int]) -> Rows:
+        received = self._ends.all_to_all(rows, np.array(counts, np.int64), self._deadline_s)
+        if isinstance(received, int):
+            raise RankLost(received, self.ranks, self._deadline_s)
+        return Rows(*received)
 
     def barrier(self) -> None:
         self._check(self._ends.barrier(self._deadline_s))

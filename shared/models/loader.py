@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from shared.models import _kernels
-from shared.models.collective import Collective
+from shared.models.collective import Peers
 from shared.models.config import ModelConfig
 from shared.models.cpu import CpuNorm, CpuProjection, Floats, HeadNorms, NormedBranch, ReducedBranch, Workspace
-from shared.models.cpu_experts import CpuExperts
+from shared.models.cpu_experts import CpuExperts, LocalExperts, RoutedExperts, SpreadExperts
+from shared.models.cpu_vocabulary import Embedding, SplitEmbedding, SplitHead, WholeEmbedding
+from shared.models.experts import Experts
 from shared.models.latent_loader import LatentLoader
 from shared.models.network import Block, Branch, Dense, Network, Projection
-from shared.models.shard import Shard
-from shared.models.weights import Part, Weights
+from shared.models.shard import shard_of
+from shared.models.weights import ALL, Part, Weights
 
 
 class Loader:
-    """Of the whole network, or of one rank's share: heads and inner dimensions are split, attention and feed-forward each
-    end in a sum over `peers`, and the rest is the same in all ranks, but that only rank 0 has a head and the biases that
-    follow a sum."""
+    """Of the whole network, or of one rank's share: heads, inner dimensions and the vocabulary are split, attention and
+    feed-forward each end in a sum over `peers.tensor`, and the rest is the same in all its ranks, but that only rank 0 has
+    the biases that follow a sum. Routed experts are split like feed-forwards, or spread whole over `peers.experts`."""
 
     def __init__(
         self,
@@ -24,28 +26,44 @@ class Loader:
         weights: Weights,
         context: _kernels.Context,
         workspace: Workspace,
-        peers: Collective | None = None,
+        peers: Peers = Peers(),  # noqa: B008 - immutable
     ) -> None:
         self._config, self._weights, self._context, self._workspace = config, weights, context, workspace
         self._peers = peers
-        self._shard = shard = Shard(rank=peers.rank, ranks=peers.ranks) if peers else Shard()
+        self._shard = shard = shard_of(peers)
         heads = shard.part(config.heads)
         self._latent = LatentLoader(config, heads, weights, context, workspace) if config.latent else None
 
-    def embedding(self) -> _kernels.Linear:
-        """`[vocab, hidden]`; packed as a projection, because a tied head is the same matrix."""
-        return self._weights.linear([Part("model.embed_tokens", self._config.vocab_size, self._config.hidden)])
+    def vectors(self) -> _kernels.Linear:
+        """Of the tokens that are here, `[tokens, hidden]`; packed as a projection, because a tied head is the same matrix."""
+        return self._vocabulary("model.embed_tokens")
 
-    def network(self, embedding: _kernels.Linear, *, with_head: bool) -> Network[Floats]:
-        config = self._config
+    def embedding(self, vectors: _kernels.Linear) -> Embedding:
+        tensor = self._peers.tensor
+        if tensor is None:
+            return WholeEmbedding(self._context, vectors)
+        here = self._shard.part(self._config.vocab_size)
+        return SplitEmbedding(self._context, self._workspace, vectors, tensor, here)
+
+    def network(self, vectors: _kernels.Linear, *, with_head: bool) -> Network[Floats]:
+        config, tensor = self._config, self._peers.tensor
         blocks = [self._block(layer) for layer in range(config.layers)]
         norm = self._norm("model.norm")
-        fence = self._peers.barrier if self._peers else None
+        fence = tensor.barrier if tensor else None
         if config.tied_embeddings:
-            return Network(blocks, norm, self._projection(embedding, "logits"), fence)
-        wanted = with_head and self._shard.rank == 0
-        head = self._weights.linear([Part("lm_head", config.vocab_size, config.hidden)]) if wanted else None
-        return Network(blocks, norm, self._projection(head, "logits") if head else None, fence)
+            return Network(blocks, norm, self._head(vectors), fence)
+        return Network(blocks, norm, self._head(self._vocabulary("lm_head")) if with_head else None, fence)
+
+    def _vocabulary(self, name: str) -> _kernels.Linear:
+        config = self._config
+        return self._weights.linear([Part(name, config.vocab_size, config.hidden, self._shard.part(config.vocab_size))])
+
+    def _head(self, linear: _kernels.Linear) -> Projection[Floats]:
+        tensor = self._peers.tensor
+        if tensor is None:
+            return self._projection(linear, "logits")
+        local = self._projection(linear, "local logits")
+        return SplitHead(self._workspace, local, tensor, self._config.vocab_size)
 
     def head_norms(self) -> list[HeadNorms]:
         """Of each layer."""
@@ -94,7 +112,6 @@ class Loader:
         c = self._config
         if c.experts is None or not c.experts.sparse[layer]:
             return self._dense(prefix, c.intermediate)
-        pairs = [self._pair(f"{prefix}experts.{i}.", c.experts.intermediate) for i in range(c.experts.count)]
         gate = self._projection(self._weights.exact(prefix + "gate", c.experts.count, c.hidden), "scores")
         bias = f"{prefix}gate.e_score_correction_bias"
         shared = c.experts.shared_intermediate
@@ -103,17 +120,26 @@ class Loader:
             c.experts,
             gate,
             self._weights.vector(bias, c.experts.count) if c.experts.sigmoid else None,
-            _kernels.Experts([pair[0] for pair in pairs], [pair[1] for pair in pairs]),
+            self._routed(prefix, c.experts),
             self._dense(prefix + "shared_experts.", shared) if shared else None,
         )
 
+    def _routed(self, prefix: str, experts: Experts) -> RoutedExperts:
+        here, spread = self._shard.experts(experts.count), self._peers.experts
+        taken = self._shard.part(experts.intermediate) if spread is None else ALL
+        pairs = [self._pair(f"{prefix}experts.{i}.", experts.intermediate, taken) for i in here]
+        gate_up, down = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        kernels = _kernels.Experts(gate_up, down, first=here.start, total=experts.count)
+        local = LocalExperts(self._context, kernels)
+        return local if spread is None else SpreadExperts(local, self._workspace, spread, self._shard, experts)
+
     def _dense(self, prefix: str, intermediate: int) -> Branch[Floats]:
-        gate_up, down = self._pair(prefix, intermediate)
+        gate_up, down = self._pair(prefix, intermediate, self._shard.part(intermediate))
         return Dense(self._projection(gate_up, "gated"), self._projection(down, "out"))
 
-    def _pair(self, prefix: str, intermediate: int) -> tuple[_kernels.Linear, _kernels.Linear]:
-        """A gated linear, and the way back."""
-        c, taken = self._config, self._shard.part(intermediate)
+    def _pair(self, prefix: str, intermediate: int, taken: slice) -> tuple[_kernels.Linear, _kernels.Linear]:
+        """A gated linear, and the way back; `taken` of the inner dimension."""
+        c = self._config
         gate, up = (Part(prefix + name, intermediate, c.hidden, taken) for name in ("gate_proj", "up_proj"))
         gate_up = self._weights.gated(gate, up, c.activation, bias=c.mlp_bias)
         return gate_up, self._back(prefix + "down_proj", intermediate, taken, bias=c.mlp_bias)
@@ -121,10 +147,10 @@ class Loader:
     def _back(self, name: str, inputs: int, taken: slice, *, bias: bool) -> _kernels.Linear:
         """To the hidden state, of the inputs taken; the ranks' sum is to have the bias once."""
         part = Part(name, self._config.hidden, inputs, columns=taken)
-        return self._weights.linear([part], bias=bias and self._shard.rank == 0)
+        return self._weights.linear([part], bias=bias and (taken == ALL or self._shard.rank == 0))
 
     def _reduced(self, branch: Branch[Floats]) -> Branch[Floats]:
-        return ReducedBranch(self._workspace, branch, self._peers) if self._peers else branch
+        return ReducedBranch(self._workspace, branch, self._peers.tensor) if self._peers.tensor else branch
 
     def _projection(self, linear: _kernels.Linear, name: str) -> CpuProjection:
         return CpuProjection(self._context, self._workspace, linear, name)

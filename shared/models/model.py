@@ -10,16 +10,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shared.errors import RowsFailed
 from shared.layout import KvLayout
 from shared.models import _kernels
 from shared.models.attention import BatchRow
 from shared.models.checkpoint import Checkpoint
-from shared.models.collective import Collective
+from shared.models.collective import Peers
 from shared.models.config import ModelConfig, WeightsDtype, load_config
 from shared.models.cpu import CpuAttention, CpuCache, Floats, Workspace
 from shared.models.loader import Loader
 from shared.models.sampling import sample
-from shared.models.shard import Shard
+from shared.models.shard import shard_of
 from shared.models.weights import Weights
 
 
@@ -44,23 +45,26 @@ class Model:
         num_pages: int,
         kv: npt.NDArray[np.uint8],
         *,
-        peers: Collective | None = None,
+        peers: Peers = Peers(),  # noqa: B008 - immutable
     ) -> None:
-        """`kv`: the region's bytes. `peers`: this is one rank of a tensor parallel group, each with a region of its own, all
-        of which run the same steps; `layout` is this rank's. Raises `ModelError` for a directory that cannot be loaded, or
-        not by so many ranks, `ValueError` for a layout that is not this model's."""
+        """`kv`: the region's bytes. `peers`: this is one rank of several, each with a region of its own; those of a tensor
+        parallel group run the same steps, and all that share experts run one at once. `layout` is this rank's. Raises
+        `ModelError` for a directory that cannot be loaded, or not by so many ranks, `ValueError` for a layout that is not
+        this model's."""
         self.config = load_config(directory)
-        self._draws = peers is None or peers.rank == 0
         self._prefills_only = options.purpose == "prefill" and not self.config.tied_embeddings
-        own = Shard(rank=peers.rank, ranks=peers.ranks).config(self.config) if peers else self.config
+        shard = shard_of(peers)
+        own = shard.config(self.config)
+        self._draws, self._shares_experts = shard.rank == 0, shard.ep > 1
         _check_layout(own, layout)
         dtype: WeightsDtype = self.config.dtype if options.weights_dtype == "auto" else options.weights_dtype
         self._context = _kernels.Context(options.threads, options.isa)
         self._workspace = Workspace()
         weights = Weights(Checkpoint(directory), self._context, dtype)
         loader = Loader(self.config, weights, self._context, self._workspace, peers)
-        self._embedding = loader.embedding()
-        self._network = loader.network(self._embedding, with_head=options.purpose != "prefill")
+        vectors = loader.vectors()
+        self._embedding = loader.embedding(vectors)
+        self._network = loader.network(vectors, with_head=options.purpose != "prefill")
         cache = CpuCache(layout, num_pages, kv, self.config.latent.rank if self.config.latent else 0)
         self._attention = CpuAttention(self._context, self._workspace, own, cache, loader.head_norms())
         self.weights_bytes = weights.bytes
@@ -72,41 +76,71 @@ class Model:
     def step(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> list[int | None]:
         """One forward over `rows`: their K and V are written, and a token is drawn for each row that asks for one.
 
-        `after_attention` is called once a layer, when all ranks have written the layer's K and V. Only rank 0 draws. Raises
-        `ValueError` for rows that are not sound, in every rank and before anything is written; `RankLost`. Other rows never
-        change what a row gets, not by a bit.
+        `after_attention` is called once a layer, when the tensor parallel group has written the layer's K and V. Only its
+        rank 0 draws. Other rows never change what a row gets, not by a bit. Raises `RankLost`, and `RowsFailed` for rows
+        that are not sound, in every rank of the group and before anything is written, or have logits that are not numbers;
+        ranks that share experts with this one are not held up by it.
         """
+        try:
+            tokens = self._plan(rows)
+        except (ValueError, OverflowError, TypeError) as error:
+            self._stand_by()
+            raise RowsFailed(str(error)) from None
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
-        if wanted and self._prefills_only:
-            raise ValueError(f"row {wanted[0]}: asks for a token of a model that was loaded to prefill only")
-        x = self._forward(rows, after_attention, fill_only=not wanted)
-        sampled: list[int | None] = [None] * len(rows)
-        if wanted and self._draws:
-            ends = np.cumsum([len(row.tokens) for row in rows])
-            logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
-            samplings = [row.sample for row in rows if row.sample is not None]
-            positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
-            for i, token in zip(wanted, sample(self._context, logits, samplings, positions), strict=True):
-                sampled[i] = token
-        return sampled
+        x = self._run(tokens, after_attention, fill_only=not wanted)
+        return self._drawn(rows, wanted, x)
 
     def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
-        """`[tokens, vocab]`: the logits after every token of the rows. For tests and scoring: it takes much memory."""
-        return self._network.logits(self._forward(rows, None, fill_only=False)).copy()
+        """`[tokens, vocab]`: the logits after every token of the rows, in a tensor parallel group's rank 0; the others take
+        part. For tests and scoring: it takes much memory."""
+        return self._network.logits(self._run(self._plan(rows), None, fill_only=False)).copy()
 
-    def _forward(
-        self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None, *, fill_only: bool
-    ) -> Floats:
+    def _plan(self, rows: Sequence[BatchRow]) -> npt.NDArray[np.int32]:
+        """The tokens of `rows`, which attention knows from now on. Raises `ValueError` for rows that are not sound."""
+        for i, row in enumerate(rows):
+            if row.sample is not None and self._prefills_only:
+                raise ValueError(f"row {i}: asks for a token of a model that was loaded to prefill only")
         tokens = np.array([token for row in rows for token in row.tokens], np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.config.vocab_size):
             raise ValueError(f"a token outside of 0 .. {self.config.vocab_size - 1}")
         self._attention.plan(rows)
+        return tokens.astype(np.int32)
+
+    def _run(
+        self, tokens: npt.NDArray[np.int32], after_attention: Callable[[], None] | None, *, fill_only: bool
+    ) -> Floats:
+        """Their last hidden states. Ranks that share experts all come to the last layer's, whatever they want of it."""
         x = self._workspace.floats("hidden", tokens.size, self.config.hidden)
-        self._embedding.embed(self._context, tokens.astype(np.int32), x)
+        self._embedding.embed(tokens, x)
         if self.config.embedding_scale != 1.0:
             x *= np.float32(self.config.embedding_scale)
+        fill_only = fill_only and not self._shares_experts
         self._network.run(x, self._attention, after_attention, fill_only=fill_only)
         return x
+
+    def _stand_by(self) -> None:
+        """Through a step with no rows, for the ranks that share experts with this one."""
+        if self._shares_experts:
+            self._run(self._plan([]), None, fill_only=False)
+
+    def _drawn(self, rows: Sequence[BatchRow], wanted: Sequence[int], x: Floats) -> list[int | None]:
+        """A token for each row that is `wanted`, out of the hidden states of all rows' tokens; where this rank draws."""
+        sampled: list[int | None] = [None] * len(rows)
+        if not wanted:
+            return sampled
+        ends = np.cumsum([len(row.tokens) for row in rows])
+        logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
+        if not self._draws:
+            return sampled
+        samplings = [row.sample for row in rows if row.sample is not None]
+        positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
+        try:
+            tokens = sample(self._context, logits, samplings, positions)
+        except ValueError as error:
+            raise RowsFailed(str(error)) from None
+        for i, token in zip(wanted, tokens, strict=True):
+            sampled[i] = token
+        return sampled
 
 
 def _check_layout(config: ModelConfig, layout: KvLayout) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -17,19 +17,22 @@ LATENCY_BUCKETS = (
 
 
 class LedgerCollector(Collector):
-    """The page ledger, read when scraped: one gauge, a label a state. The states sum to `kvmesh_pool_pages`."""
+    """The page ledgers, one a data parallel rank, read when scraped. The states of a rank sum to its `kvmesh_pool_pages`."""
 
-    def __init__(self, counts: Callable[[], Mapping[Any, int]], page_tokens: int) -> None:
-        self._counts = counts
+    def __init__(self, ledgers: Sequence[Callable[[], Mapping[Any, int]]], page_tokens: int) -> None:
+        self._ledgers = ledgers
         self._page_tokens = page_tokens
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
-        pages = GaugeMetricFamily("kvmesh_pages", "Pages of the KV pool by state", labels=["state"])
-        for state, count in counts.items():
-            pages.add_metric([state], count)
+        pages = GaugeMetricFamily("kvmesh_pages", "Pages of a KV pool by state", labels=["dp_rank", "state"])
+        pools = GaugeMetricFamily("kvmesh_pool_pages", "Pages of a KV pool, all states", labels=["dp_rank"])
+        for rank, ledger in enumerate(self._ledgers):
+            counts = ledger()
+            pools.add_metric([str(rank)], sum(counts.values()))
+            for state, count in counts.items():
+                pages.add_metric([str(rank), state], count)
         yield pages
-        yield GaugeMetricFamily("kvmesh_pool_pages", "Pages of the KV pool, all states", value=sum(counts.values()))
+        yield pools
         yield GaugeMetricFamily("kvmesh_page_tokens", "Tokens in a page", value=self._page_tokens)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 
+_PAGES = re.compile(r'kvmesh_pages\{dp_rank="\d+",state="(\w+)"\} (\S+)')
 _READY = re.compile(r"kvmesh  (\S+) +ready   (\S+)(?:   pid (\d+))?")
 
 
@@ -86,21 +87,21 @@ class Up:
         text: str = answer.json()["choices"][0]["text"]
         return text
 
-    async def ledgers(self) -> dict[str, dict[str, float]]:
-        """Name → pages by state, of every instance; asserts that each balances."""
+    async def held(self) -> dict[str, float]:
+        """Name → pages that are not free, over all pools of each instance; asserts that their ledgers balance."""
         found = {}
         for name, (url, _) in self.parts.items():
             if name.startswith(("prefill", "decode")):
                 integrity = await self.http.get(url + "/integrity")
                 assert integrity.text == "balanced\n", f"{name}: {integrity.text}"
                 metrics = (await self.http.get(url + "/metrics")).text
-                found[name] = {s: float(n) for s, n in re.findall(r'kvmesh_pages\{state="(\w+)"\} (\S+)', metrics)}
+                found[name] = sum(float(pages) for state, pages in _PAGES.findall(metrics) if state != "free")
         return found
 
     async def until_idle(self, within_s: float = 10.0) -> None:
         """Until every page of every instance is free."""
         async with asyncio.timeout(within_s):
-            while any(n for pages in (await self.ledgers()).values() for s, n in pages.items() if s != "free"):  # noqa: ASYNC110
+            while any((await self.held()).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 

@@ -66,6 +66,6 @@ async def test_preemption_does_not_change_the_output(directory):
         prefill = await nodes.prefiller(pages=64)
         decode = await nodes.decoder(pages=20)
         found = await asyncio.gather(*(router.run(decode, prefill.announce, p, max_tokens=24) for p in prompts))
-        assert decode.service.scheduler.preempted > 0
+        assert decode.service.ranks[0].scheduler.preempted > 0
         await decode.until_idle()
     assert found == expected

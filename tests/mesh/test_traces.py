@@ -76,13 +76,13 @@ async def test_metrics_tell_of_the_request_and_the_ledger(served_directory):
         "decode": [
             "kvmesh_kv_wait_seconds_count 1.0",
             "kvmesh_decode_tokens_total 8.0",
-            'kvmesh_pages{state="free"} 256',
+            'kvmesh_pages{dp_rank="0",state="free"} 256',
         ],
         "prefill": [
             "kvmesh_transfer_seconds_count 1.0",
             "kvmesh_transfer_hidden_ratio_count 1.0",
             "kvmesh_prefill_tokens_total 99.0",
-            'kvmesh_pages{state="quarantined"} 0',
+            'kvmesh_pages{dp_rank="0",state="quarantined"} 0',
         ],
     }.items():
         for line in expected:

@@ -22,22 +22,6 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(5, 300), k=length)
 
 
-@pytest.fixture(scope="module")
-def expected(served_directory):
-    """What the model says to each prompt, run whole in one process."""
-    from tokenizers import Tokenizer
-
-    from shared.engine.whole import Whole, WholeConfig
-
-    whole = Whole(served_directory, WholeConfig(page_size=16, kv_tokens=2048))
-    tokenizer = Tokenizer.from_file(str(served_directory / "tokenizer.json"))
-
-    def say(tokens: list[int], max_tokens: int = 8) -> str:
-        return tokenizer.decode(whole.generate([tokens], max_tokens)[0], skip_special_tokens=True)
-
-    return say
-
-
 async def test_it_serves_and_streams_and_stops(served_directory, expected):
     async with up(served_directory) as mesh:
         assert set(mesh.parts) == {"broker", "router", "prefill", "decode-1", "decode-2"}

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
-from services.decode.admission import Capacity, pages_at_admission, refuse
+from services.decode.admission import Capacity, Room, choose, decide, pages_at_admission
 from shared.layout import KvLayout
-from shared.messages import Announce, FabricEndpoint, Generate, InstanceRef, Load, ModelIdentity, Sampling
+from shared.messages import (
+    Announce,
+    FabricEndpoint,
+    Generate,
+    InstanceRef,
+    Load,
+    ModelIdentity,
+    RefusedReply,
+    Sampling,
+)
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, page_size=4, dtype="float32")
 MODEL = ModelIdentity(name="m", digest="d", vocab_size=100, max_positions=64)
@@ -20,7 +31,7 @@ PREFILLER = Announce(
     layout=LAYOUT,
     fabric=FabricEndpoint("tcp", b""),
     max_batch=1,
-    load=Load(free_pages=1, total_pages=1),
+    load=Load(free_pages=1, largest_free_pages=1, total_pages=1),
     http="",
 )
 GENERATE = Generate(
@@ -39,12 +50,11 @@ NOW = Capacity(
     model=MODEL,
     layout=LAYOUT,
     tp=1,
-    total_pages=10,
-    free_pages=5,
+    pool_pages=10,
+    ranks=[Room(5, False, 0, 0)],
     waiting=0,
     max_waiting=4,
     draining=False,
-    starved=False,
     attempts=frozenset(),
 )
 
@@ -54,15 +64,18 @@ def changed(struct, **fields):
 
 
 def capacity(**fields):
-    from dataclasses import replace
-
     return replace(NOW, **fields)
 
 
+def room(**fields):
+    return replace(NOW.ranks[0], **fields)
+
+
 def test_takes_what_fits():
-    assert refuse(GENERATE, NOW) is None
-    assert refuse(changed(GENERATE, tokens=[5], prefiller=None), NOW) is None
-    assert refuse(changed(GENERATE, prefiller=changed(PREFILLER, tp=8)), capacity(tp=2)) is None
+    assert decide(GENERATE, NOW) == 0
+    assert decide(changed(GENERATE, tokens=[5], prefiller=None), NOW) == 0
+    assert decide(changed(GENERATE, prefiller=changed(PREFILLER, tp=8)), capacity(tp=2)) == 0
+    assert decide(GENERATE, capacity(ranks=[room(free_pages=0), room()])) == 1
 
 
 @pytest.mark.parametrize(
@@ -100,13 +113,20 @@ def test_takes_what_fits():
         ),
         (GENERATE, capacity(draining=True), "draining", True, "leaving"),
         (GENERATE, capacity(waiting=4), "busy", True, "4 admitted"),
-        (GENERATE, capacity(free_pages=0), "busy", True, "0 of 10"),
-        (GENERATE, capacity(starved=True), "busy", True, "pages"),
+        (GENERATE, capacity(ranks=[room(free_pages=0)]), "busy", True, "1 page.s. are wanted; free are 0 of 10$"),
+        (GENERATE, capacity(ranks=[room(starved=True)]), "busy", True, r"free are 5 of 10 \(which a preempted"),
+        (
+            changed(GENERATE, tokens=[1] * 8),
+            capacity(ranks=[room(free_pages=2)] * 2),
+            "busy",
+            True,
+            "2 of 10, 2 of 10$",
+        ),
     ],
 )
 def test_refuses_naming_why(generate, now, code, retryable, names):
-    refusal = refuse(generate, now)
-    assert refusal is not None
+    refusal = decide(generate, now)
+    assert isinstance(refusal, RefusedReply)
     assert (refusal.code, refusal.retryable, refusal.attempt) == (code, retryable, generate.attempt)
     import re
 
@@ -116,3 +136,29 @@ def test_refuses_naming_why(generate, now, code, retryable, names):
 @pytest.mark.parametrize(("prompt", "pages"), [(1, 1), (3, 1), (4, 2), (7, 2), (8, 3)])
 def test_the_first_growth_has_a_place(prompt, pages):
     assert pages_at_admission(LAYOUT, prompt) == pages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen"),
+    [
+        ([room(), room()], 0),
+        ([room(attempts=1), room()], 1),
+        ([room(free_pages=3), room(free_pages=4)], 1),
+        ([room(free_pages=3), room(free_pages=4, attempts=1)], 0),
+        ([room(picked=2), room(picked=1), room(picked=3)], 1),
+        ([room(free_pages=1), room(free_pages=2, attempts=7)], 1),
+        ([room(starved=True), room(attempts=7)], 1),
+        ([room(free_pages=1), room(starved=True)], None),
+    ],
+)
+def test_the_rank_with_room_and_the_least_load_takes_it(ranks, chosen):
+    assert choose(ranks, 2) == chosen
+
+
+def test_equal_ranks_take_turns():
+    picked = [0, 0, 0]
+    turns = []
+    for turn in range(1, 7):
+        turns.append(choose([room(picked=last) for last in picked], 1))
+        picked[turns[-1]] = turn
+    assert turns == [0, 1, 2, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""The executor process and its client: real processes, killed, starved and lied to."""
+"""The executor process, alone in its group: real processes, killed, starved and lied to."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from shared.engine import frames
-from shared.engine.client import Executor, ExecutorConfig
+from shared.engine.client import ExecutorConfig
 from shared.engine.counter import create_counter
+from shared.engine.group import ExecutorGroup
 from shared.engine.process import ChildProcess
-from shared.engine.protocol import Row, Step, StepDone
+from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.engine.whole import GREEDY, Whole, WholeConfig
-from shared.errors import EngineError, ExecutorDied, ModelError, StepFailed, StepTimeout
+from shared.errors import EngineError, ExecutorDied, ModelError, StepTimeout
 from shared.kv.region import KvRegion
 from shared.messages import Sampling
 from shared.models import _kernels
@@ -63,17 +64,19 @@ def open_fds() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-async def run(executor: Executor, step: Step) -> StepDone:
-    return await executor.step(step, timeout_s=DEADLINE_S)
+async def run(executor: ExecutorGroup, step: Step) -> StepDone:
+    (answer,) = await executor.step([step], timeout_s=DEADLINE_S)
+    assert isinstance(answer, StepDone), answer
+    return answer
 
 
 async def test_generates_what_the_whole_model_does(directory):
     prompt = list(range(40))
     (expected,) = Whole(directory, WholeConfig(page_size=16)).generate([prompt], 6)
-    async with Executor.start(config_for(directory)) as executor:
-        assert executor.started.attention == f"cpu-{_kernels.instruction_sets()[0]}"
-        assert executor.started.weights_bytes > 0
-        assert executor.kv_bytes == executor.config.layout.region_bytes(64)
+    async with ExecutorGroup.start(config_for(directory)) as executor:
+        assert executor.started[0].attention == f"cpu-{_kernels.instruction_sets()[0]}"
+        assert executor.started[0].weights_bytes > 0
+        assert executor.kv_bytes == executor.layout.region_bytes(64)
         done = await run(executor, Step(step=0, rows=[Row(tokens=prompt[:-1], start=0, pages=PAGES)], signal=True))
         assert (done.step, done.sampled, done.counter) == (0, [None], LAYERS)
         assert 0 < done.begin_ns < done.end_ns
@@ -92,16 +95,16 @@ async def test_seeded_sampling_does_not_depend_on_the_executor(directory):
     other = Row(tokens=[4], start=0, pages=np.array([20], "<i4").tobytes(), sample=Sampling(temperature=1.0, seed=12))
     draws = []
     for rows in ([row], [other, row], [row, other]):
-        async with Executor.start(config_for(directory, threads=len(rows))) as executor:
+        async with ExecutorGroup.start(config_for(directory, threads=len(rows))) as executor:
             done = await run(executor, Step(step=1, rows=rows))
             draws.append(done.sampled[rows.index(row)])
     assert len(set(draws)) == 1
 
 
 async def test_the_region_is_shared_and_only_the_rows_pages_are_written(directory):
-    async with Executor.start(config_for(directory)) as executor:
-        layout = executor.config.layout
-        region = np.memmap(f"/proc/self/fd/{executor.kv_fd}", np.uint8, "r+", shape=(executor.kv_bytes,))
+    async with ExecutorGroup.start(config_for(directory)) as executor:
+        layout = executor.layout
+        region = np.memmap(f"/proc/self/fd/{executor.kv_fds[0]}", np.uint8, "r+", shape=(executor.kv_bytes,))
         pages = np.array([9, 3], "<i4").tobytes()
         await run(executor, Step(step=0, rows=[Row(tokens=[5] * 20, start=0, pages=pages)]))
         by_page = region.reshape(layout.num_layers, 64, layout.page_bytes)
@@ -122,11 +125,11 @@ async def test_memory_is_weights_and_cache_and_little_more():
     directory = resolve(DEFAULT_MODEL)
     layout = load_config(directory).layout(page_size=16, dtype="bfloat16")
     config = ExecutorConfig(model=str(directory), layout=layout, num_pages=64, threads=2)
-    async with Executor.start(config) as executor:
+    async with ExecutorGroup.start(config) as executor:
         pages = np.arange(32, dtype="<i4").tobytes()
         await run(executor, Step(step=0, rows=[Row(tokens=[1] * 512, start=0, pages=pages, sample=GREEDY)]))
-        held = (executor.started.weights_bytes + executor.kv_bytes) / 2**20
-        assert held < memory_mb(executor.pid, "VmHWM") < held + 100
+        held = (executor.started[0].weights_bytes + executor.kv_bytes) / 2**20
+        assert held < memory_mb(executor.pids[0], "VmHWM") < held + 100
 
 
 BAD_ROWS = [
@@ -139,33 +142,34 @@ BAD_ROWS = [
 
 
 async def test_bad_rows_fail_their_step_and_nothing_else(directory):
-    async with Executor.start(config_for(directory)) as executor:
+    async with ExecutorGroup.start(config_for(directory)) as executor:
         for number, (row, text) in enumerate(BAD_ROWS):
-            with pytest.raises(StepFailed, match=text) as caught:
-                await run(executor, Step(step=number, rows=[row], signal=True))
-            assert caught.value.step == number
+            (answer,) = await executor.step([Step(step=number, rows=[row], signal=True)], timeout_s=DEADLINE_S)
+            assert isinstance(answer, StepError)
+            assert answer.step == number
+            assert text in answer.detail
         done = await run(executor, Step(step=99, rows=[Row(tokens=[1], start=0, pages=PAGES, sample=GREEDY)]))
         assert done.counter == 0
 
 
 async def test_a_killed_executor_is_noticed_at_once(directory):
     async with asyncio.timeout(DEADLINE_S):
-        async with Executor.start(config_for(directory)) as executor:
+        async with ExecutorGroup.start(config_for(directory)) as executor:
             died = asyncio.create_task(executor.died())
-            os.kill(executor.pid, signal.SIGKILL)
+            os.kill(executor.pids[0], signal.SIGKILL)
             with pytest.raises(ExecutorDied, match="signal 9"):
                 await died
-            assert await executor.exited() == -signal.SIGKILL
+            assert await executor._executors[0].exited() == -signal.SIGKILL
             with pytest.raises(ExecutorDied, match="signal 9"):
                 await run(executor, Step(step=1, rows=[]))
 
 
 async def test_killed_in_the_middle_of_a_step(slow_directory):
     async with asyncio.timeout(DEADLINE_S):
-        async with Executor.start(config_for(slow_directory, num_pages=256)) as executor:
+        async with ExecutorGroup.start(config_for(slow_directory, num_pages=256)) as executor:
             step = asyncio.create_task(run(executor, long_step(1)))
             await counter_above(executor, 0)
-            os.kill(executor.pid, signal.SIGKILL)
+            os.kill(executor.pids[0], signal.SIGKILL)
             with pytest.raises(ExecutorDied) as caught:
                 await step
             assert caught.value.status == -signal.SIGKILL
@@ -175,23 +179,23 @@ def counter_of(fd: int) -> _kernels.LayerCounter:
     return _kernels.LayerCounter(np.memmap(f"/proc/self/fd/{fd}", np.uint64, "r+", shape=(1,)))
 
 
-async def counter_above(executor: Executor, value: int) -> int:
+async def counter_above(executor: ExecutorGroup, value: int) -> int:
     return await asyncio.to_thread(counter_of(executor.counter_fd).wait_above, value, DEADLINE_S)
 
 
 async def test_a_step_that_is_late_ends_the_executor(slow_directory):
     async with asyncio.timeout(DEADLINE_S):
-        async with Executor.start(config_for(slow_directory, num_pages=256)) as executor:
+        async with ExecutorGroup.start(config_for(slow_directory, num_pages=256)) as executor:
             with pytest.raises(StepTimeout, match=r"step 7 did not answer within 0\.01 s"):
-                await executor.step(long_step(7), timeout_s=0.01)
-            assert await executor.exited() == -signal.SIGKILL
+                await executor.step([long_step(7)], timeout_s=0.01)
+            assert await executor._executors[0].exited() == -signal.SIGKILL
             with pytest.raises(ExecutorDied):
                 await run(executor, Step(step=8, rows=[]))
 
 
 async def test_one_step_at_a_time_and_a_cancelled_one_is_waited_for(slow_directory):
     async with asyncio.timeout(DEADLINE_S):
-        async with Executor.start(config_for(slow_directory, num_pages=256)) as executor:
+        async with ExecutorGroup.start(config_for(slow_directory, num_pages=256)) as executor:
             first = asyncio.create_task(run(executor, long_step(1)))
             await counter_above(executor, 0)
             with pytest.raises(EngineError, match="step 2 while another one runs"):
@@ -206,12 +210,12 @@ async def test_one_step_at_a_time_and_a_cancelled_one_is_waited_for(slow_directo
 
 async def test_close_is_idempotent_and_leaves_nothing(directory):
     before = open_fds()
-    async with Executor.start(config_for(directory)) as executor:
-        pid = executor.pid
+    async with ExecutorGroup.start(config_for(directory)) as executor:
+        pid = executor.pids[0]
         await run(executor, Step(step=1, rows=[]))
         await executor.close()
         await executor.close()
-        assert await executor.exited() == 0
+        assert await executor._executors[0].exited() == 0
         with pytest.raises(ExecutorDied):
             await run(executor, Step(step=2, rows=[]))
     assert open_fds() == before
@@ -222,27 +226,27 @@ async def test_close_is_idempotent_and_leaves_nothing(directory):
 async def test_close_in_the_middle_of_a_step_and_of_the_start(slow_directory):
     before = open_fds()
     async with asyncio.timeout(DEADLINE_S):
-        async with Executor.start(config_for(slow_directory, num_pages=256)) as executor:
+        async with ExecutorGroup.start(config_for(slow_directory, num_pages=256)) as executor:
             step = asyncio.create_task(run(executor, long_step(1)))
             await counter_above(executor, 0)
         with pytest.raises((ExecutorDied, asyncio.CancelledError)):
             await step
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05), Executor.start(config_for(slow_directory)):
+        async with asyncio.timeout(0.05), ExecutorGroup.start(config_for(slow_directory)):
             pytest.fail("no process starts so fast")
     assert open_fds() == before
 
 
 async def test_models_that_cannot_be_loaded(directory, tmp_path):
     with pytest.raises(ModelError, match=r"config\.json"):
-        async with Executor.start(config_for(directory, model=str(tmp_path))):
+        async with ExecutorGroup.start(config_for(directory, model=str(tmp_path))):
             pass
     layout = msgspec.structs.replace(config_for(directory).layout, head_dim=32)
     with pytest.raises(ModelError, match="the layout is"):
-        async with Executor.start(config_for(directory, layout=layout)):
+        async with ExecutorGroup.start(config_for(directory, layout=layout)):
             pass
     with pytest.raises(EngineError, match=r"not ready within 0\.001 s"):
-        async with Executor.start(config_for(directory, load_timeout_s=0.001)):
+        async with ExecutorGroup.start(config_for(directory, load_timeout_s=0.001)):
             pass
 
 
@@ -266,14 +270,15 @@ def test_dies_with_its_parent(directory):
 _PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from shared.engine.client import Executor, ExecutorConfig
+from shared.engine.client import ExecutorConfig
+from shared.engine.group import ExecutorGroup
 from shared.models.config import load_config
 from shared.models.source import DEFAULT_MODEL, resolve
 async def main():
     layout = load_config(Path(sys.argv[1])).layout(page_size=16, dtype="float32")
-    async with Executor.start(ExecutorConfig(model=sys.argv[1], layout=layout, num_pages=4)) as executor:
-        os.kill(executor.pid, signal.SIGSTOP)
-        print(executor.pid, flush=True)
+    async with ExecutorGroup.start(ExecutorConfig(model=sys.argv[1], layout=layout, num_pages=4)) as executor:
+        os.kill(executor.pids[0], signal.SIGSTOP)
+        print(executor.pids[0], flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())
 """

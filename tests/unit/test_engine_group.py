@@ -8,12 +8,13 @@ import signal
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shared.engine.client import ExecutorConfig
 from shared.engine.group import ExecutorGroup
-from shared.engine.protocol import Row, Step
+from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.engine.whole import GREEDY, Whole, WholeConfig
-from shared.errors import ExecutorDied, ModelError, StepFailed, StepTimeout
+from shared.errors import ExecutorDied, ModelError, StepTimeout
 from shared.models.config import load_config
 from tests import random_models
 
@@ -32,6 +33,12 @@ def prefill(number: int) -> Step:
     return Step(step=number, rows=[Row(tokens=PROMPT[:-1], start=0, pages=PAGES)], signal=True)
 
 
+async def run(group: ExecutorGroup, step: Step) -> StepDone:
+    (answer,) = await group.step([step], timeout_s=DEADLINE_S)
+    assert isinstance(answer, StepDone), answer
+    return answer
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return random_models.save("llama", tmp_path_factory.mktemp("llama"))
@@ -46,12 +53,12 @@ async def test_greedy_output_is_the_whole_models(tmp_path, kind, ranks):
     async with ExecutorGroup.start(config_for(directory), ranks) as group:
         assert len(set(group.kv_fds)) == len(set(group.pids)) == ranks
         assert group.kv_bytes == group.layout.region_bytes(8) == os.fstat(group.kv_fds[-1]).st_size
-        done = await group.step(prefill(0), timeout_s=DEADLINE_S)
+        done = await run(group, prefill(0))
         assert (done.sampled, done.counter) == ([None], LAYERS)
         tokens, token = [], PROMPT[-1]
         for i in range(6):
             row = Row(tokens=[token], start=len(PROMPT) - 1 + i, pages=PAGES, sample=GREEDY)
-            (token,) = (await group.step(Step(step=i + 1, rows=[row]), timeout_s=DEADLINE_S)).sampled
+            (token,) = (await run(group, Step(step=i + 1, rows=[row]))).sampled
             tokens.append(token)
         assert tokens == expected
 
@@ -66,13 +73,13 @@ async def test_a_killed_rank_is_named_and_ends_the_others(directory, rank):
                 await died
             await asyncio.gather(*(executor.exited() for executor in group._executors))
             with pytest.raises(ExecutorDied, match=f"rank {rank} of 4"):
-                await group.step(prefill(0), timeout_s=DEADLINE_S)
+                await group.step([prefill(0)], timeout_s=DEADLINE_S)
 
 
 async def test_a_rank_killed_within_a_step_fails_it(directory):
     async with ExecutorGroup.start(config_for(directory), 2) as group:
         os.kill(group.pids[1], signal.SIGSTOP)
-        step = asyncio.ensure_future(group.step(prefill(0), timeout_s=DEADLINE_S))
+        step = asyncio.ensure_future(group.step([prefill(0)], timeout_s=DEADLINE_S))
         await asyncio.sleep(0)
         os.kill(group.pids[1], signal.SIGKILL)
         async with asyncio.timeout(2.0):
@@ -84,21 +91,23 @@ async def test_a_rank_that_stands_still_is_a_timeout(directory):
     async with ExecutorGroup.start(config_for(directory), 2) as group:
         os.kill(group.pids[1], signal.SIGSTOP)
         with pytest.raises(StepTimeout):
-            await group.step(prefill(0), timeout_s=0.3)
+            await group.step([prefill(0)], timeout_s=0.3)
         with pytest.raises(ExecutorDied):
-            await group.step(prefill(1), timeout_s=DEADLINE_S)
+            await group.step([prefill(1)], timeout_s=DEADLINE_S)
 
 
 async def test_a_failed_and_a_cancelled_step_leave_the_ranks_in_step(directory):
     async with ExecutorGroup.start(config_for(directory), 2) as group:
-        with pytest.raises(StepFailed, match="page"):
-            await group.step(Step(step=0, rows=[Row(tokens=[1] * 40, start=0, pages=b"")]), timeout_s=DEADLINE_S)
-        cancelled = asyncio.ensure_future(group.step(prefill(1), timeout_s=DEADLINE_S))
+        bad = Step(step=0, rows=[Row(tokens=[1] * 40, start=0, pages=b"")])
+        (answer,) = await group.step([bad], timeout_s=DEADLINE_S)
+        assert isinstance(answer, StepError)
+        assert "page" in answer.detail
+        cancelled = asyncio.ensure_future(group.step([prefill(1)], timeout_s=DEADLINE_S))
         await asyncio.sleep(0)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        assert (await group.step(prefill(2), timeout_s=DEADLINE_S)).counter == 2 * LAYERS
+        assert (await run(group, prefill(2))).counter == 2 * LAYERS
 
 
 async def test_a_split_that_does_not_fit_is_refused_and_leaves_nothing(directory):
@@ -107,3 +116,18 @@ async def test_a_split_that_does_not_fit_is_refused_and_leaves_nothing(directory
         async with ExecutorGroup.start(config_for(directory), 8):
             pass
     assert len(os.listdir("/proc/self/fd")) <= before, "descriptors were left open"
+
+
+async def test_logits_that_are_not_numbers_fail_their_step_and_nothing_else(tmp_path):
+    """Rank 0 alone sees them; the next step finds the ranks together."""
+    directory = random_models.save("llama", tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"][:] = np.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    row = Row(tokens=[1, 2], start=0, pages=PAGES, sample=GREEDY)
+    async with ExecutorGroup.start(config_for(directory), 2) as group:
+        for number in range(2):
+            (answer,) = await group.step([Step(step=number, rows=[row])], timeout_s=DEADLINE_S)
+            assert isinstance(answer, StepError)
+            assert "not numbers" in answer.detail
+        assert (await run(group, prefill(2))).counter == LAYERS

@@ -52,13 +52,11 @@ class Pair:
             self.source, self.from_regions, create_counter(), layout, PAGES_HERE, max_outgoing=2, timeout_s=5
         )
         self.pool = PagePool(PAGES_THERE)
-        self.receiver = KvReceiver(
-            self.target, layout, target_tp, self.pool, max_incoming=max_incoming, quarantine_s=quarantine_s
-        )
+        self.receiver = KvReceiver(self.target, layout, target_tp, max_incoming=max_incoming, quarantine_s=quarantine_s)
 
     def expect(self, attempt: str = ATTEMPT):
         self.pool.reserve(attempt, self.layout.pages_for(PROMPT + 1))
-        return self.receiver.expect(attempt, self.announce(), PROMPT)
+        return self.receiver.expect(attempt, self.announce(), PROMPT, self.pool)
 
     def announce(self) -> Announce:
         return Announce(
@@ -69,7 +67,7 @@ class Pair:
             layout=self.layout,
             fabric=FabricEndpoint("fake", self.source.address),
             max_batch=1,
-            load=Load(free_pages=1, total_pages=1),
+            load=Load(free_pages=1, largest_free_pages=1, total_pages=1),
             http="",
             tp=self.source_tp,
         )
@@ -235,7 +233,7 @@ async def test_slots_are_bounded():
     pair.expect()
     pair.pool.reserve(OTHER, 1)
     with pytest.raises(Refused, match="1 attempts already wait"):
-        pair.receiver.expect(OTHER, pair.announce(), 3)
+        pair.receiver.expect(OTHER, pair.announce(), 3, pair.pool)
     pair.check()
 
 

@@ -12,7 +12,7 @@ from shared.engine.collective import shared_bytes
 from shared.engine.protocol import Row
 from shared.engine.whole import Whole, WholeConfig
 from shared.errors import ModelError, RankLost
-from shared.models.collective import SharedMemory
+from shared.models.collective import Peers, SharedMemory
 from shared.models.config import load_config
 from shared.models.model import Model, ModelOptions
 from shared.models.shard import Shard, sharded_layout
@@ -25,6 +25,8 @@ VARIANTS = {
     "llama": ("llama", {}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "qwen3": ("qwen3", {}),
+    "qwen3-odd-vocabulary": ("qwen3", {"vocab_size": 163}),
+    "llama-odd-vocabulary": ("llama", {"vocab_size": 163}),
     "qwen3-moe": ("qwen3-moe", {}),
     "deepseek-v3": ("deepseek-v3", {}),
     "gemma3": ("gemma3", {}),
@@ -48,13 +50,10 @@ def test_logits_and_caches_are_the_whole_models(tmp_path, name, ranks):
     regions = [np.zeros(layout.region_bytes(8), np.uint8) for _ in range(ranks)]
 
     def run(peers):
-        model = Model(directory, ModelOptions(), layout, 8, regions[peers.rank], peers=peers)
+        model = Model(directory, ModelOptions(), layout, 8, regions[peers.rank], peers=Peers(tensor=peers))
         calls: list[int] = []
         assert model.step([Row(tokens=TOKENS[:40], start=0, pages=PAGES)], lambda: calls.append(1)) == [None]
         assert len(calls) == layout.num_layers
-        if peers.rank:
-            model._forward([Row(tokens=TOKENS, start=0, pages=PAGES)], None, fill_only=False)
-            return None
         return model.all_logits([Row(tokens=TOKENS, start=0, pages=PAGES)])
 
     logits = on_ranks(ranks, run)[0]

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +18,12 @@ from tests.fake_mesh import LAYOUT, announcement
 
 
 def decoder(name: str = "d0", *, free: int = 1000, max_batch: int = 8, layout: Any = LAYOUT, **load: Any) -> Instance:
-    full = Load(free_pages=free, total_pages=1000, **load)
+    full = Load(free_pages=free, largest_free_pages=free, total_pages=1000, **load)
     return Instance(announcement("decode", name, max_batch=max_batch, load=full, layout=layout), 0.0)
 
 
 def prefiller(name: str = "p0", *, max_batch: int = 64, layout: Any = LAYOUT, **load: Any) -> Instance:
-    full = Load(free_pages=1000, total_pages=1000, **load)
+    full = Load(free_pages=1000, largest_free_pages=1000, total_pages=1000, **load)
     return Instance(announcement("prefill", name, max_batch=max_batch, load=full, layout=layout), 0.0)
 
 
@@ -93,6 +94,45 @@ def test_pages_must_be_free_for_the_prompt_and_the_first_growth() -> None:
     assert isinstance(choose([short], [prefiller()], Need(160), 0.0), NoRoom)
 
 
+@pytest.mark.parametrize(
+    ("free", "largest", "sent", "room"),
+    [
+        (8, 8, 0, 8),
+        (8, 4, 0, 4),
+        (8, 6, 4, 2),
+        (16, 8, 8, 4),  # all of it from one pool: the other has its 8; evenly: 4 each
+        (15, 8, 8, 4),
+        (8, 8, 8, 0),
+        (8, 4, 12, -2),
+    ],
+)
+def test_a_request_must_fit_into_one_pool(free: int, largest: int, sent: int, room: int) -> None:
+    load = Load(free_pages=free, largest_free_pages=largest, total_pages=20)
+    instance = Instance(announcement("decode", "d", dp=2, load=load), 0.0)
+    if sent:
+        instance.tally.send("before", dispatch.Share(0, sent))
+    tokens = LAYOUT.page_size * max(room, 0) - 1
+    if room > 0:
+        assert dispatch.decoder_has_room(instance, Need(tokens))
+    assert not dispatch.decoder_has_room(instance, Need(tokens + 1))
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=12), st.randoms())
+def test_what_is_said_to_be_free_in_a_pool_is_wherever_the_rest_went(
+    pools: list[int], requests: list[int], random: Any
+) -> None:
+    load = Load(free_pages=sum(pools), largest_free_pages=max(pools), total_pages=12 * len(pools))
+    instance = Instance(announcement("decode", "d", dp=len(pools), load=load), 0.0)
+    left = list(pools)
+    for number, pages in enumerate(requests):
+        fitting = [i for i, free in enumerate(left) if free >= pages]
+        if not fitting:
+            break
+        left[random.choice(fitting)] -= pages
+        instance.tally.send(str(number), dispatch.Share(0, pages))
+    assert dispatch._free_in_a_pool(instance) <= max(left)
+
+
 def test_what_was_just_sent_counts_before_the_next_heartbeat() -> None:
     turns = Turns([decoder("a", max_batch=2), decoder("b", max_batch=2)], [prefiller()])
     chosen = [turns.next() for _ in range(5)]
@@ -119,6 +159,29 @@ def test_equals_take_turns() -> None:
         chosen.append(pair.decoder.ref.name)
         pair.decoder.tally.end(f"a{turns.turn}")
     assert Counter(chosen) == {"a": 4, "b": 4, "c": 4}
+
+
+def test_equals_of_different_shardings_take_turns_too() -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
+    load = Load(free_pages=1000, largest_free_pages=1000, total_pages=1000)
+
+    def sharded(role: Any, name: str, tp: int) -> Instance:
+        return Instance(announcement(role, name, layout=layout, tp=tp, load=load, max_batch=1000), 0.0)
+
+    turns = Turns(
+        [sharded("decode", "a", 1), sharded("decode", "b", 2), sharded("decode", "c", 2)],
+        [sharded("prefill", "p", 1), sharded("prefill", "q", 4)],
+    )
+    decoders, prefillers = Counter[str](), Counter[str]()
+    for _ in range(12):
+        pair = turns.next(2)
+        assert isinstance(pair, Pair)
+        assert pair.prefiller is not None
+        decoders[pair.decoder.ref.name] += 1
+        prefillers[pair.prefiller.ref.name] += 1
+        dispatch.release(pair, f"a{turns.turn}")
+    assert decoders == {"a": 4, "b": 4, "c": 4}
+    assert prefillers == {"p": 6, "q": 6}
 
 
 def test_a_prompt_of_one_token_needs_no_prefiller() -> None:
@@ -232,7 +295,7 @@ def test_shardings_that_fit_are_paired_whichever_is_sooner_and_others_never() ->
     layout = msgspec.structs.replace(LAYOUT, num_kv_heads=6)
 
     def sharded(role: Any, name: str, tp: int, **load: Any) -> Instance:
-        full = Load(free_pages=1000, total_pages=1000, **load)
+        full = Load(free_pages=1000, largest_free_pages=1000, total_pages=1000, **load)
         return Instance(announcement(role, name, layout=layout, tp=tp, load=full), 0.0)
 
     two, three = sharded("prefill", "two", 2), sharded("prefill", "three", 3, queued_prefill_tokens=5000)

@@ -7,6 +7,7 @@ import logging
 import msgspec
 import pytest
 
+from services.router.dispatch import Need, NoPair, Pair, choose
 from services.router.registry import Registry, mismatch_of
 from shared.messages import PROTOCOL, Announce, InstanceRef, ModelIdentity
 from tests.fake_mesh import LAYOUT, announcement
@@ -97,6 +98,9 @@ def test_a_refusal_because_of_draining_counts_until_the_next_change() -> None:
         ({"layout": msgspec.structs.replace(LAYOUT, page_size=64)}, "layout.page_size", "16", "64"),
         ({"layout": msgspec.structs.replace(LAYOUT, dtype="bfloat16")}, "layout.dtype", "float32", "bfloat16"),
         ({"layout": msgspec.structs.replace(LAYOUT, num_kv_heads=3)}, "layout.num_kv_heads", "1", "3"),
+        ({"layout": msgspec.structs.replace(LAYOUT, num_layers=5)}, "layout.num_layers", "2", "5"),
+        ({"layout": msgspec.structs.replace(LAYOUT, head_dim=4)}, "layout.head_dim", "8", "4"),
+        ({"layout": msgspec.structs.replace(LAYOUT, kind="mla")}, "layout.kind", "gqa", "mla"),
         ({"tp": 0}, "tp", "1 for 1 KV heads", "0 for 1 KV heads"),
     ],
 )
@@ -104,6 +108,7 @@ def test_a_layout_that_differs_is_named_with_both_values(
     theirs: dict[str, object], field: str, ours_shown: str, theirs_shown: str
 ) -> None:
     made = registry(announcement("prefill", "p0"), announcement("decode", "d0", **theirs))  # type: ignore[arg-type]
+    assert isinstance(choose(made.decoders, made.prefillers, Need(5), 0.0), NoPair)
     reason = made.missing()
     assert reason is not None
     assert "p0" in reason
@@ -123,6 +128,7 @@ def test_an_instance_of_another_model_or_protocol_is_named_with_both_values(
 ) -> None:
     made = registry(announcement("decode", "d0", **fields), announcement("prefill", "p0"))  # type: ignore[arg-type]
     assert made.decoders == []
+    assert isinstance(choose(made.decoders, made.prefillers, Need(5), 0.0), NoPair)
     reason = made.missing()
     assert reason is not None
     assert all(text in reason for text in shown)
@@ -153,7 +159,9 @@ def test_one_mismatch_among_working_pairs_is_no_reason_to_be_unready() -> None:
 def test_shardings_that_do_not_divide_are_never_paired(heads: int, prefill_tp: int, decode_tp: int) -> None:
     layout = msgspec.structs.replace(LAYOUT, num_kv_heads=heads)
     prefill = announcement("prefill", "p0", layout=layout, tp=prefill_tp)
-    reason = registry(prefill, announcement("decode", "d0", layout=layout, tp=decode_tp)).missing()
+    made = registry(prefill, announcement("decode", "d0", layout=layout, tp=decode_tp))
+    assert isinstance(choose(made.decoders, made.prefillers, Need(5), 0.0), NoPair)
+    reason = made.missing()
     assert reason is not None
     values = f"prefiller has {prefill_tp} for {heads} KV heads, decoder has {decode_tp} for {heads} KV heads"
     assert f"tp differs: {values}" in reason
@@ -164,8 +172,9 @@ def test_shardings_that_do_not_divide_are_never_paired(heads: int, prefill_tp: i
 def test_shardings_that_divide_are_paired(prefill_tp: int, decode_tp: int) -> None:
     layout = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
     prefill = announcement("prefill", "p0", layout=layout, tp=prefill_tp)
-    made = registry(prefill, announcement("decode", "d0", layout=layout, tp=decode_tp))
+    made = registry(prefill, announcement("decode", "d0", layout=layout, tp=decode_tp, dp=3))
     assert (made.missing(), made.mismatches()) == (None, [])
+    assert isinstance(choose(made.decoders, made.prefillers, Need(5), 0.0), Pair)
 
 
 def test_mismatch_of_checks_protocol_and_model_too() -> None:

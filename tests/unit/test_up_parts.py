@@ -10,6 +10,7 @@ import pytest
 
 from services import settings as settings_module
 from services.up.parts import UpSettings, plan, threads_each
+from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +26,25 @@ def test_names_ports_and_threads():
 def test_threads_that_were_given_stand():
     parts = plan(UpSettings(), 8, {"KVMESH_THREADS": "3"})
     assert {part.environment.get("KVMESH_THREADS") for part in parts} == {None, "3"}
+
+
+def test_ranks_go_to_the_side_they_are_for_and_share_its_cores():
+    parts = plan(UpSettings(prefill_tp=4, decoders=1, decode_tp=2, decode_dp=2), 16, {})
+    told = {part.name: part.environment for part in parts}
+    assert (told["prefill"]["KVMESH_TP"], told["prefill"]["KVMESH_THREADS"]) == ("4", "2")
+    assert "KVMESH_DP" not in told["prefill"]
+    assert (told["decode"]["KVMESH_TP"], told["decode"]["KVMESH_DP"], told["decode"]["KVMESH_THREADS"]) == (
+        "2",
+        "2",
+        "2",
+    )
+    assert "KVMESH_TP" not in told["router"]
+
+
+@pytest.mark.parametrize(("name", "instead"), [("KVMESH_TP", "KVMESH_PREFILL_TP"), ("KVMESH_DP", "KVMESH_DECODE_DP")])
+def test_ranks_of_no_side_are_refused(name, instead):
+    with pytest.raises(ConfigError, match=f"{name}='2': takes nothing in kvmesh up, which has {instead}"):
+        plan(UpSettings(), 8, {name: "2"})
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,12 @@ async def test_what_is_wrong_costs_the_mesh_nothing(router: Front) -> None:
     assert decoder.generates == []  # type: ignore[attr-defined]
 
 
-async def test_the_pools_are_a_limit(nats: Broker) -> None:
+@pytest.mark.parametrize("dp", [1, 3])
+async def test_the_pools_are_a_limit(nats: Broker, dp: int) -> None:
+    """One of them, however many data parallel ranks a decoder has."""
     async with front(nats) as router:
-        await router.mesh.decoder(saying(*ids(TEXT)), load=Load(free_pages=4, total_pages=4))
+        load = Load(free_pages=4 * dp, largest_free_pages=4, total_pages=4 * dp)
+        await router.mesh.decoder(saying(*ids(TEXT)), load=load, dp=dp)
         await router.mesh.prefiller()
         await router.until_ready(2)
         status, body, _ = await router.answer(max_tokens=100)

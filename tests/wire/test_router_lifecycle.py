@@ -93,7 +93,7 @@ class TestTheClientLeaves:
 
     @pytest.mark.parametrize("stream", [True, False])
     async def test_while_it_waits_in_line(self, router: Front, stream: bool) -> None:
-        decoder = await router.mesh.decoder(accepting, load=Load(free_pages=0, total_pages=100))
+        decoder = await router.mesh.decoder(accepting, load=Load(free_pages=0, largest_free_pages=0, total_pages=100))
         await router.until_ready(2)
         client = await Client.ask(router, stream=stream)
         await router.until(lambda: len(router.service.relay.line) == 1)
@@ -204,7 +204,7 @@ def job(stream: bool) -> Job:
 class TestRefusals:
     async def test_another_decoder_takes_it(self, router: Front) -> None:
         first = await router.mesh.decoder(
-            refusing("busy"), "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001)
+            refusing("busy"), "d0", load=Load(free_pages=1000, largest_free_pages=1000, total_pages=1000, step_s=0.001)
         )
         second = await router.mesh.decoder(saying(*ids(TEXT)), "d1")
         await router.until_ready(3)
@@ -236,7 +236,7 @@ class TestRefusals:
     async def test_a_full_line_is_429_with_retry_after(self, nats: Broker) -> None:
         async with front(nats, max_queue=1) as router:
             await router.mesh.prefiller()
-            await router.mesh.decoder(accepting, load=Load(free_pages=0, total_pages=100))
+            await router.mesh.decoder(accepting, load=Load(free_pages=0, largest_free_pages=0, total_pages=100))
             await router.until_ready(2)
             waiting = asyncio.ensure_future(router.answer())
             await router.until(lambda: len(router.service.relay.line) == 1)
@@ -264,7 +264,9 @@ class TestRefusals:
 
     async def test_a_draining_decoder_is_left_alone(self, router: Front) -> None:
         draining = await router.mesh.decoder(
-            refusing("draining"), "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001)
+            refusing("draining"),
+            "d0",
+            load=Load(free_pages=1000, largest_free_pages=1000, total_pages=1000, step_s=0.001),
         )
         await router.mesh.decoder(saying(*ids(TEXT)), "d1")
         await router.until_ready(3)
@@ -335,7 +337,9 @@ class TestNobodyThere:
 
 class TestDecodersVanish:
     async def test_before_the_first_byte_another_one_answers(self, router: Front) -> None:
-        first = await router.mesh.decoder(accepting, "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001))
+        first = await router.mesh.decoder(
+            accepting, "d0", load=Load(free_pages=1000, largest_free_pages=1000, total_pages=1000, step_s=0.001)
+        )
         await router.mesh.decoder(saying(*ids(TEXT)), "d1")
         await router.until_ready(3)
         request = asyncio.ensure_future(router.answer())
@@ -368,7 +372,9 @@ class TestDecodersVanish:
 
     async def test_one_that_nobody_hears_of_is_not_waited_for(self, router: Front) -> None:
         """Its process is gone and its silence is not long enough yet: the broker says so, or it does not answer in time."""
-        gone = await router.mesh.decoder(accepting, "d0", load=Load(free_pages=1000, total_pages=1000, step_s=0.001))
+        gone = await router.mesh.decoder(
+            accepting, "d0", load=Load(free_pages=1000, largest_free_pages=1000, total_pages=1000, step_s=0.001)
+        )
         await router.mesh.decoder(saying(*ids(TEXT)), "d1")
         await router.until_ready(3)
         await router.mesh.kill(gone)

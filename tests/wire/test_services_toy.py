@@ -48,7 +48,7 @@ async def test_many_at_once():
         prompts = [[(i * j) % 96 + 1 for j in range(2 + i)] for i in range(12)]
         outputs = await asyncio.gather(*(router.run(decode, prefill.announce, p, max_tokens=9) for p in prompts))
         assert outputs == [toy_output(p, 9) for p in prompts]
-        assert max(len(step.rows) for step in decode.executor.steps) > 1, "they were not batched"
+        assert max(len(step.rows) for (step,) in decode.executor.steps) > 1, "they were not batched"
         await prefill.until_idle()
         await decode.until_idle()
 
@@ -58,7 +58,7 @@ async def test_out_of_pages_preempts_and_the_client_does_not_notice():
         prompts = [[i + 1, 5, 9, 2, 8] for i in range(4)]
         outputs = await asyncio.gather(*(router.run(decode, prefill.announce, p, max_tokens=14) for p in prompts))
         assert outputs == [toy_output(p, 14) for p in prompts]
-        assert decode.service.scheduler.preempted > 0
+        assert decode.service.ranks[0].scheduler.preempted > 0
         await decode.until_idle()
 
 
@@ -70,7 +70,8 @@ async def test_a_cancel_during_the_chunk_frees_both_sides():
         await prefill.executor.entered.wait()
         await router.cancel(generate)
         await decode.until_idle()
-        assert prefill.instance.pool.free < prefill.instance.pool.num_pages, "the forward still uses its pages"
+        (pool,) = prefill.instance.pools
+        assert pool.free < pool.num_pages, "the forward still uses its pages"
         prefill.executor.gate.set()
         await prefill.until_idle()
         assert len(prefill.executor.steps) == 1, "no further chunk of a cancelled prompt is computed"
@@ -106,7 +107,7 @@ async def test_a_cancel_in_the_running_batch():
 
 async def test_a_failed_prefill_step_reaches_the_router_at_once():
     async with small_mesh() as (_, router, prefill, decode):
-        prefill.executor.fail_next = "out of memory"
+        prefill.executor.fail_next("out of memory")
         generate = router.generate(decode, prefill.announce, [1, 2, 3, 4, 5, 6])
         await router.start(generate)
         await router.until(lambda: router.ended(generate.attempt), within_s=2)
@@ -118,7 +119,7 @@ async def test_a_failed_prefill_step_reaches_the_router_at_once():
 
 async def test_a_failed_decode_step_reaches_the_router_at_once():
     async with small_mesh() as (_, router, prefill, decode):
-        decode.executor.fail_next = "bad row"
+        decode.executor.fail_next("bad row")
         generate = router.generate(decode, prefill.announce, [1, 2, 3])
         await router.start(generate)
         await router.until(lambda: router.ended(generate.attempt), within_s=2)
@@ -309,7 +310,7 @@ async def test_pages_that_come_free_wake_a_starved_batch():
         waiting = router.generate(decode, prefill.announce, list(range(1, 18)))
         await router.start(waiting)
         decode.executor.gate.set()
-        await until(lambda: decode.service.scheduler.starved)
+        await until(lambda: decode.service.ranks[0].scheduler.starved)
         await router.cancel(waiting)
         assert await router.result(growing) == toy_output([1, 2, 3], 20)
         prefill.executor.gate.set()
@@ -334,7 +335,8 @@ SHARDINGS = [(prefill, decode) for prefill in (1, 2, 4, 8) for decode in (1, 2, 
 async def test_output_is_the_whole_models_for_every_pair_of_shardings(layout, prefill_tp, decode_tp):
     """Over several chunks, with a part-filled last page; the toy looks at every head of every rank."""
     prompts = [[(7 * i + n) % 96 + 1 for i in range(n)] for n in (2, 9, 18)]
-    async with small_mesh(Engine(layout, prefill_tp=prefill_tp, decode_tp=decode_tp)) as (_, router, prefill, decode):
+    ranks = {"prefill": {"tp": prefill_tp}, "decode": {"tp": decode_tp}}
+    async with small_mesh(Engine(layout), **ranks) as (_, router, prefill, decode):
         assert (prefill.announce.tp, decode.announce.tp) == (prefill_tp, decode_tp)
         results = await asyncio.gather(*(router.run(decode, prefill.announce, prompt) for prompt in prompts))
         assert results == [toy_output(prompt, 6) for prompt in prompts]
@@ -344,10 +346,10 @@ async def test_output_is_the_whole_models_for_every_pair_of_shardings(layout, pr
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 4), (4, 1), (8, 2)])
 async def test_shardings_over_the_real_fabric(prefill_tp, decode_tp):
-    engine = Engine(SHARDED, prefill_tp=prefill_tp, decode_tp=decode_tp)
     prompt = [(5 * i) % 96 + 1 for i in range(18)]
-    async with mesh(real_fabric, engine) as whole:
-        router, prefill, decode = await whole.router(), await whole.prefiller(), await whole.decoder()
+    async with mesh(real_fabric, Engine(SHARDED)) as whole:
+        router = await whole.router()
+        prefill, decode = await whole.prefiller(tp=prefill_tp), await whole.decoder(tp=decode_tp)
         assert await router.run(decode, prefill.announce, prompt) == toy_output(prompt, 6)
         await prefill.until_idle()
         await decode.until_idle()
@@ -355,8 +357,8 @@ async def test_shardings_over_the_real_fabric(prefill_tp, decode_tp):
 
 async def test_a_prefiller_refuses_a_sharding_that_does_not_fit():
     """The decoder was told another one, and asks."""
-    engine = Engine(msgspec.structs.replace(LAYOUT, num_kv_heads=6), prefill_tp=2, decode_tp=3)
-    async with small_mesh(engine) as (_, router, prefill, decode):
+    engine = Engine(msgspec.structs.replace(LAYOUT, num_kv_heads=6))
+    async with small_mesh(engine, prefill={"tp": 2}, decode={"tp": 3}) as (_, router, prefill, decode):
         forged = router.generate(decode, msgspec.structs.replace(prefill.announce, tp=3), [1, 2, 3])
         await router.start(forged)
         await router.until(lambda: router.ended(forged.attempt))

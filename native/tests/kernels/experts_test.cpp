@@ -32,7 +32,7 @@ void alone_and_together(Isa isa, int count, int groups, int per_token) {
         gate_up.push_back(filled(context, 2 * kBetween, kHidden, e % 2 ? Gate::silu : Gate::gelu, e));
         down.push_back(filled(context, kHidden, kBetween, Gate::none, 100 + e));
     }
-    Experts experts(gate_up, down);
+    Experts experts(gate_up, down, 0, count);
     auto logits = random_values(kTokens * count, 1), bias = random_values(count, 2),
          x = random_values(kTokens * kHidden, 3);
     Router router{groups > 1, true, 2.0f, groups, (groups + 1) / 2, groups > 1 ? bias.data() : nullptr};
@@ -49,7 +49,7 @@ void alone_and_together(Isa isa, int count, int groups, int per_token) {
     }
     CHECK(alone == together);
     down.pop_back();
-    CHECK_THROWS(std::invalid_argument, Experts(gate_up, down));
+    CHECK_THROWS(std::invalid_argument, Experts(gate_up, down, 0, count));
 }
 
 }  // namespace

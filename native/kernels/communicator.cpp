@@ -1,4 +1,4 @@
-#include "all_reduce.h"
+#include "communicator.h"
 
 #include <poll.h>
 #include <sys/syscall.h>
@@ -34,14 +34,13 @@ bool has_ended(int64_t process) {
 
 }  // namespace
 
-AllReduce::AllReduce(char* memory, int64_t bytes, int rank, int ranks)
+Communicator::Communicator(char* memory, int64_t bytes, int rank, int ranks)
     : arrivals_(reinterpret_cast<Arrival*>(memory)), rank_(rank), ranks_(ranks) {
     if (ranks < 1 || rank < 0 || rank >= ranks) throw std::invalid_argument("rank: takes 0 .. ranks - 1");
     int64_t header = ranks * static_cast<int64_t>(sizeof(Arrival));
-    int64_t slot_bytes = (bytes - header) / (2 * ranks) / kLine * kLine;
-    if (slot_bytes < kLine) throw std::invalid_argument("memory is too small for so many ranks");
+    slot_bytes_ = (bytes - header) / (2 * ranks) / kLine * kLine;
+    if (slot_bytes_ < kLine) throw std::invalid_argument("memory is too small for so many ranks");
     slots_ = memory + header;
-    slot_floats_ = slot_bytes / static_cast<int64_t>(sizeof(float));
     // Where ranks share processors, spinning takes them from the one that is waited for.
     spins_ = static_cast<int>(std::thread::hardware_concurrency()) >= ranks ? kSpins : 0;
     entered_ = read_counter(&arrivals_[rank].count);
@@ -50,28 +49,42 @@ AllReduce::AllReduce(char* memory, int64_t bytes, int rank, int ranks)
 
 // Two sets of slots in turn: a rank that writes into one has passed the barrier after the other's last use, so every
 // rank has read what was in it before.
-float* AllReduce::slot(int rank) const {
-    int64_t index = static_cast<int64_t>(entered_ % 2) * ranks_ + rank;
-    return reinterpret_cast<float*>(slots_) + index * slot_floats_;
+char* Communicator::slot(int rank) const {
+    return slots_ + (static_cast<int64_t>(entered_ % 2) * ranks_ + rank) * slot_bytes_;
 }
 
-std::optional<int> AllReduce::sum(float* values, int64_t count, double timeout_s) {
-    for (int64_t first = 0; first < count; first += slot_floats_) {
-        int64_t size = std::min(slot_floats_, count - first);
+std::optional<int> Communicator::all_reduce_sum(float* values, int64_t count, double timeout_s) {
+    const int64_t most = slot_bytes_ / static_cast<int64_t>(sizeof(float));
+    for (int64_t first = 0; first < count; first += most) {
+        int64_t size = std::min(most, count - first);
         float* to = values + first;
-        const float* base = slot(0);
+        const char* base = slot(0);
         std::memcpy(slot(rank_), to, size * sizeof(float));
         if (auto missing = barrier(timeout_s)) return missing;
         std::memcpy(to, base, size * sizeof(float));
         for (int rank = 1; rank < ranks_; ++rank) {
-            const float* from = base + rank * slot_floats_;
+            const float* from = reinterpret_cast<const float*>(base + rank * slot_bytes_);
             for (int64_t i = 0; i < size; ++i) to[i] += from[i];
         }
     }
     return std::nullopt;
 }
 
-std::optional<int> AllReduce::barrier(double timeout_s) {
+std::optional<int> Communicator::gather(const float* values, int64_t count, float* out, double timeout_s) {
+    const int64_t most = slot_bytes_ / static_cast<int64_t>(sizeof(float));
+    for (int64_t first = 0; first < count; first += most) {
+        int64_t size = std::min(most, count - first);
+        const char* base = slot(0);
+        std::memcpy(slot(rank_), values + first, size * sizeof(float));
+        if (auto missing = barrier(timeout_s)) return missing;
+        if (rank_ != 0) continue;
+        for (int rank = 0; rank < ranks_; ++rank)
+            std::memcpy(out + rank * count + first, base + rank * slot_bytes_, size * sizeof(float));
+    }
+    return std::nullopt;
+}
+
+std::optional<int> Communicator::barrier(double timeout_s) {
     ++entered_;
     advance(&arrivals_[rank_].count);
     for (int rank = 0; rank < ranks_; ++rank)
@@ -79,7 +92,7 @@ std::optional<int> AllReduce::barrier(double timeout_s) {
     return std::nullopt;
 }
 
-bool AllReduce::wait(const Arrival& arrival, double timeout_s) const {
+bool Communicator::wait(const Arrival& arrival, double timeout_s) const {
     using Clock = std::chrono::steady_clock;
     for (int i = 0; i < spins_; ++i) {
         if (read_counter(&arrival.count) >= entered_) return true;
