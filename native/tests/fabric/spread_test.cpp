@@ -100,13 +100,12 @@ void one_nic_is_lost(const std::vector<std::vector<std::string>>& groups, size_t
     Node a(1, "tcp", groups), b(2, "tcp", kTwoGroups);
     Memory source(a.fabric, kPages * kPage), target(b.fabric, kPages * kPage);
     uint64_t lane = a.connect_to(b);
-    uint64_t begun = b.fabric.expect(9, 1);
-    uint64_t good = a.fabric.write(lane, long_plan(source, target), 10.0);
-    b.wait(begun);
     WritePlan forged = plan(source, target, kPages, kPage, 8);
     forged.target.nics[forged_nic].key ^= 1;
-    CHECK(a.wait(a.fabric.write(lane, forged, 10.0)).fault.status != Status::ok);
-    CHECK(a.wait(good).fault.status != Status::ok);
+    uint64_t bad = a.fabric.write(lane, forged, 10.0);
+    uint64_t good = a.fabric.write(lane, long_plan(source, target), 10.0);  // behind it, and on the other NIC beside it
+    CHECK(a.wait(bad).fault.status == Status::refused);
+    CHECK(a.wait(good).fault.status == Status::peer_lost);
     a.until([&] { return a.lost.size() == 1; });
     b.until([&] { return b.lost.size() == 1; });
     // Its rails are closed on every NIC before the peer hears of it.
