@@ -125,8 +125,12 @@ def near_cpus(device: PciDevice | None, root: Path = SYSFS) -> list[int]:
 
 
 def _behind(entry: Path, root: Path) -> PciDevice | None:
+    """A virtio NIC's device is a child of its PCI function, so that the nearest function above counts."""
     device = entry / "device"
-    return read_device(device.resolve().name, root) if device.exists() else None
+    if not device.exists():
+        return None
+    real = device.resolve()
+    return next(filter(None, (read_device(part.name, root) for part in (real, *real.parents))), None)
 
 
 def _read(path: Path) -> str | None:
