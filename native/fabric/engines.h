@@ -66,7 +66,9 @@ class Engines {
     std::vector<Place> places_;         // of each NIC
     std::vector<uint64_t> given_;       // bytes, by NIC
     std::vector<uint64_t> given_rail_;  // and by rail
+    // The control thread's.
     uint64_t next_lane_ = 1;
+    std::map<uint64_t, std::vector<RailOffer>> peers_;  // by lane
 };
 
 }  // namespace kvmesh::fabric

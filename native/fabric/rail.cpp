@@ -3,7 +3,6 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,14 +22,6 @@ constexpr size_t kReadRounds = 4;  // batches read before it is posting's turn a
 constexpr size_t kQueueEntries = 4096;
 
 bool stream_broke(int error) { return error == FI_ECANCELED || error == FI_ENOTCONN || error == FI_ECONNRESET; }
-
-// A shm peer that was killed leaves 15 MB in /dev/shm. The file is of this rail only: once that is over nobody opens
-// it.
-void remove_shared_file(const std::string& endpoint) {
-    constexpr char kScheme[] = "fi_shm://";
-    if (endpoint.rfind(kScheme, 0) == 0)
-        shm_unlink(("/" + std::string(endpoint.c_str() + std::strlen(kScheme))).c_str());
-}
 
 // 1.17's net waits on an epoll set of two: the sockets' own epoll set, and a signal that is raised with every
 // completion and that its fi_trywait forgets to lower, so that a sleeper would never sleep again. Completions come from
@@ -69,7 +60,6 @@ Rail::~Rail() {
     queue_.reset();
     registrations_.clear();
     own_domain_.reset();
-    remove_shared_file(peer_endpoint_);
 }
 
 void Rail::open_queue() {
@@ -103,7 +93,6 @@ void Rail::open_endpoint() {
 
 void Rail::connect(const std::string& endpoint, const std::string& doorbell) {
     peer_doorbell_ = doorbell;
-    peer_endpoint_ = endpoint;
     int inserted = fi_av_insert(addresses_.get(), endpoint.data(), 1, &peer_, 0, nullptr);
     if (inserted != 1) throw SetupError(libfabric_fault("fi_av_insert", inserted < 0 ? inserted : -FI_EINVAL));
 }

@@ -108,7 +108,6 @@ class Rail {
     std::vector<std::shared_ptr<Mapping>> retained_;  // destroyed last, after the endpoint
     std::optional<Doorbell> doorbell_;
     std::string peer_doorbell_;
-    std::string peer_endpoint_;
     FidPtr<fid_domain> own_domain_;  // none where there is one for all
     fid_domain* domain_;
     std::map<const Region*, FidPtr<fid_mr>> registrations_;  // in our own domain
