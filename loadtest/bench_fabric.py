@@ -5,7 +5,8 @@
 Every page goes as one write with one immediate, as the mesh sends it; the peer is another process. Framed TCP is what one
 would write by hand: a 16-byte header and the page in one `writev`, read into place by a thread of the peer, no Python in
 the loop. It, memcpy and the providers are measured in turn, round after round, and the median of the rounds counts.
-Prints a table with ratios and writes report/bench_fabric.json. Exits 1 where a target is missed:
+A second table is what the order inside a page costs where the two sides' tensor parallelism differs
+(`loadtest.bench_fabric_layouts`). Prints both with ratios and writes report/bench_fabric.json. Exits 1 where a target is missed:
 tcp at 64 KiB at least 1.0 x framed TCP, shm at 64 KiB at least 0.4 x memcpy.
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadtest import bench_fabric_layouts
 from loadtest.native_baseline import Baseline
 from shared.transfer.fabric import Fabric, library_version, providers
 from shared.transfer.handles import Writes
@@ -119,6 +121,14 @@ async def provider_runner(provider: str) -> AsyncIterator[Runner]:
                 return moved / (time.perf_counter() - started)
 
             yield run
+
+
+@asynccontextmanager
+async def serving(provider: str) -> AsyncIterator[tuple[bytes, bytes, int]]:
+    """A peer with an arena: its address, the arena's descriptor and length."""
+    async with peer("--serve", provider) as process:
+        there = await read_line(process)
+        yield bytes.fromhex(there["address"]), bytes.fromhex(there["descriptor"]), ARENA
 
 
 async def serve(provider: str) -> None:
@@ -229,6 +239,8 @@ def main() -> int:
         return 0
     rows = asyncio.run(measure(options.sizes, options.rounds, options.seconds))
     print_table(rows)
+    layouts = asyncio.run(bench_fabric_layouts.measure(serving, options.rounds, options.seconds))
+    bench_fabric_layouts.print_table(layouts)
     targets = verdicts(rows)
     for verdict in targets:
         print(f"{verdict['target']}: {verdict['ratio']} {'met' if verdict['met'] else 'MISSED'}")
@@ -237,6 +249,7 @@ def main() -> int:
         "libfabric": library_version(),
         "machine": {"processor": platform.machine(), "cpus": os.cpu_count(), "kernel": platform.release()},
         "rows": msgspec.to_builtins(rows),
+        "layouts": msgspec.to_builtins(layouts),
         "targets": targets,
     }
     REPORT.write_text(json.dumps(report, indent=1) + "\n")

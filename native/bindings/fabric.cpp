@@ -31,9 +31,12 @@ struct PagedWrite {
 };
 
 std::unique_ptr<Fabric> open_fabric(const std::string& provider, const std::string& host,
-                                    const std::string& numeric_host, uint64_t identity, bool spin, uint32_t window,
-                                    const std::vector<int>& cpus) {
-    return std::make_unique<Fabric>(FabricOptions{provider, host, numeric_host, identity, {spin, window, cpus}});
+                                    const std::string& numeric_host, uint64_t identity,
+                                    const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups,
+                                    bool spin, uint32_t window) {
+    FabricOptions options{provider, host, numeric_host, identity, {}, {spin, window}};
+    for (const auto& [nics, cpus] : groups) options.groups.push_back({nics, cpus});
+    return std::make_unique<Fabric>(std::move(options));
 }
 
 uint64_t write_bytes(Fabric& fabric, uint64_t lane, std::shared_ptr<Region> source, uint64_t source_offset,
@@ -133,9 +136,15 @@ void bind_values(nb::module_& module) {
         .def("disarm", &LayerWatcher::disarm)
         .def("close", &LayerWatcher::close, Release());
     nb::class_<FabricStats>(module, "Stats")
-        .def_prop_ro("posted", [](const FabricStats& stats) { return stats.engine.posted; })
-        .def_prop_ro("completed", [](const FabricStats& stats) { return stats.engine.completed; })
-        .def_prop_ro("retries", [](const FabricStats& stats) { return stats.engine.retries; })
+        .def_prop_ro("posted", [](const FabricStats& stats) { return stats.all.posted; })
+        .def_prop_ro("completed", [](const FabricStats& stats) { return stats.all.completed; })
+        .def_prop_ro("retries", [](const FabricStats& stats) { return stats.all.retries; })
+        .def_prop_ro("nics",
+                     [](const FabricStats& stats) {
+                         std::vector<std::pair<uint64_t, uint64_t>> nics;
+                         for (const Stats& nic : stats.nics) nics.emplace_back(nic.posted, nic.bytes);
+                         return nics;
+                     })
         .def_prop_ro("arrived", [](const FabricStats& stats) { return stats.arrived; })
         .def_prop_ro("late", [](const FabricStats& stats) { return stats.late; });
 }
@@ -183,7 +192,7 @@ NB_MODULE(_native, module) {
     bind_values(module);
     bind_fabric(module);
     module.def("open", &open_fabric, Release(), nb::kw_only(), "provider"_a, "host"_a, "numeric_host"_a, "identity"_a,
-               "spin"_a, "window"_a, "cpus"_a);
+               "groups"_a, "spin"_a, "window"_a);
     module.def("library_version", &library_version);
     module.def("providers", &present_providers, Release());
     module.def(

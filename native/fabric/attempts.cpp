@@ -73,15 +73,15 @@ void Control::greet(Session& session) {
     Attempt* attempt = attempt_of(session);
     if (attempt == nullptr) return discard(session.fd());
     try {
-        LaneOffer offer = engine_.open_lane();
+        LaneOffer offer = engines_.open_lane(attempt->address.nics);
         Hello hello;
         hello.provider = options_.provider;
         hello.identity = options_.identity;
         hello.target = session.identity;
         hello.generation = attempt->address.generation;
         hello.floor = floor_of(session.identity);
-        hello.endpoint = offer.endpoint;
-        hello.doorbell = offer.doorbell;
+        hello.nics = static_cast<uint16_t>(engines_.nics());
+        hello.rails = std::move(offer.rails);
         session.lane = offer.lane;
         session.state = State::greeting;
         session.deadline = now_ns() + kHandshake;
@@ -145,7 +145,7 @@ void Control::fence(uint64_t token, uint64_t identity) {
         event.kind = EventKind::fenced;
         event.token = token;
         event.peer = identity;
-        if (engine_.stuck())
+        if (engines_.stuck())
             event.fault = {Status::unavailable, "fence", 0, "the provider does not return from a call"};
         events_.push(std::move(event));
     });

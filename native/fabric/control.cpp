@@ -24,16 +24,16 @@ constexpr size_t kMaxWaiting = 256;  // connections that have not said hello
 
 }  // namespace
 
-Control::Control(ControlOptions options, Engine& engine, EventQueue& events)
+Control::Control(ControlOptions options, Engines& engines, EventQueue& events)
     : options_(std::move(options)),
-      engine_(engine),
+      engines_(engines),
       events_(events),
       epoll_(make_epoll()),
       listener_(listen_on(SocketAddress::parse(options_.numeric_host, 0))),
       port_(local_address(listener_.get()).port()) {
     epoll_add(epoll_.get(), tasks_.fd(), EPOLLIN, static_cast<uint64_t>(tasks_.fd()));
     epoll_add(epoll_.get(), listener_.get(), EPOLLIN, static_cast<uint64_t>(listener_.get()));
-    engine_.set_hooks({
+    engines_.set_hooks({
         [this](uint64_t lane) {
             tasks_.push([this, lane] {
                 if (Session* session = session_of_lane(lane)) session->send(frame(MessageType::probe));
@@ -49,7 +49,7 @@ Control::Control(ControlOptions options, Engine& engine, EventQueue& events)
 }
 
 PeerAddress Control::address() const {
-    return {options_.provider, options_.host, port_, options_.identity, generation_.load()};
+    return {options_.provider, options_.host, port_, options_.identity, generation_.load(), engines_.nics()};
 }
 
 void Control::stop() {
@@ -166,7 +166,7 @@ bool Control::dispatch(Session& session, const Frame& frame) {
             if (session.state == State::open) session.send(kvmesh::fabric::frame(MessageType::alive));
             break;
         case MessageType::alive:
-            engine_.confirm_alive(session.lane);
+            engines_.confirm_alive(session.lane);
             break;
         case MessageType::gone:
             if (session.state == State::leaving) left(session);
@@ -202,14 +202,13 @@ void Control::take_hello(Session& session, const std::string& payload) {
 
     std::string reason = objection(*hello);
     if (reason.empty()) try {
-            LaneOffer offer = engine_.open_lane();
+            LaneOffer offer = engines_.open_lane(hello->nics);
             session.lane = offer.lane;
-            engine_.connect_lane(offer.lane, hello->endpoint, hello->doorbell);
+            engines_.connect_lane(offer.lane, hello->rails);
             session.identity = hello->identity;
             session.floor = hello->floor;
-            session.send(
-                frame(MessageType::welcome,
-                      Welcome{options_.identity, floor_of(hello->identity), offer.endpoint, offer.doorbell}.encode()));
+            session.send(frame(MessageType::welcome,
+                               Welcome{options_.identity, floor_of(hello->identity), offer.rails}.encode()));
             return opened(session);
         } catch (const SetupError& error) {
             reason = error.what();
@@ -224,7 +223,7 @@ void Control::take_welcome(Session& session, const std::string& payload) {
     std::optional<Welcome> welcome = Welcome::decode(payload);
     if (!welcome || welcome->identity != session.identity) return attempt_failed(session, "a malformed welcome");
     try {
-        engine_.connect_lane(session.lane, welcome->endpoint, welcome->doorbell);
+        engines_.connect_lane(session.lane, welcome->rails);
     } catch (const SetupError& error) {
         return attempt_failed(session, error.what());
     }
@@ -262,8 +261,8 @@ void Control::take_rejection(Session& session, const std::string& reason) {
 // Of a connection that never came up: nothing was written over it.
 void Control::abandon_lane(Session& session, const std::string& reason) {
     if (session.lane == 0) return;
-    engine_.close_lane(session.lane, {Status::peer_lost, "hello", 0, reason});
-    engine_.finish_lane(session.lane);
+    engines_.close_lane(session.lane, {Status::peer_lost, "hello", 0, reason});
+    engines_.finish_lane(session.lane);
 }
 
 void Control::take_goodbye(Session& session, const std::string& reason) {
@@ -274,7 +273,7 @@ void Control::take_goodbye(Session& session, const std::string& reason) {
     if (session.state == State::greeting) return attempt_failed(session, reason);
     if (session.state != State::open) return;
     Fault fault{Status::peer_lost, "goodbye", 0, "the peer closed the connection: " + reason};
-    engine_.close_lane(session.lane, fault);
+    engines_.close_lane(session.lane, fault);
     session.send(frame(MessageType::gone));
     lose_identity(session.identity, fault);
 }
@@ -342,8 +341,8 @@ void Control::lose_identity(uint64_t identity, const Fault& fault) {
     for (auto& [fd, session] : sessions_)
         if (session->identity == identity && session->state == State::open) lost.push_back(session.get());
     for (Session* session : lost) {
-        engine_.close_lane(session->lane, fault);
-        engine_.finish_lane(session->lane);
+        engines_.close_lane(session->lane, fault);
+        engines_.finish_lane(session->lane);
         discard(session->fd());
     }
     if (lost.empty()) return;
@@ -359,7 +358,7 @@ void Control::lose_identity(uint64_t identity, const Fault& fault) {
 void Control::leave(Session& session, const std::string& reason, bool announce) {
     for (auto& [fd, other] : sessions_) {
         if (other->identity != session.identity || other->state != State::open) continue;
-        engine_.close_lane(other->lane, {Status::peer_lost, "lane", 0, reason});
+        engines_.close_lane(other->lane, {Status::peer_lost, "lane", 0, reason});
         other->state = State::leaving;
         other->deadline = now_ns() + kLeave;
         other->reason = reason;
@@ -369,7 +368,7 @@ void Control::leave(Session& session, const std::string& reason, bool announce) 
 }
 
 void Control::left(Session& session) {
-    engine_.finish_lane(session.lane);
+    engines_.finish_lane(session.lane);
     if (session.announce) {
         Event event;
         event.kind = EventKind::peer_lost;

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "fabric/engine.h"
+#include "fabric/engines.h"
 #include "fabric/session.h"
 
 namespace kvmesh::fabric {
@@ -23,7 +23,7 @@ struct ControlOptions {
 // never waits for it.
 class Control {
   public:
-    Control(ControlOptions options, Engine& engine, EventQueue& events);
+    Control(ControlOptions options, Engines& engines, EventQueue& events);
     ~Control() { stop(); }
 
     // The address to give to peers now.
@@ -87,7 +87,7 @@ class Control {
     uint64_t floor_of(uint64_t identity) const;
 
     ControlOptions options_;
-    Engine& engine_;
+    Engines& engines_;
     EventQueue& events_;
     TaskQueue tasks_;
     FileDescriptor epoll_;

@@ -11,7 +11,6 @@ namespace {
 
 constexpr char kMagic[] = "KVR";
 constexpr uint8_t kVersion = 1;
-constexpr uint32_t kMaxNics = 64;
 
 [[noreturn]] void malformed(const std::string& why) {
     throw SetupError({Status::refused, "descriptor", EINVAL, "the region descriptor is malformed: " + why});

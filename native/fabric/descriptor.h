@@ -1,10 +1,14 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace kvmesh::fabric {
+
+// Of one fabric.
+constexpr size_t kMaxNics = 64;
 
 // What a NIC of the target calls the start of a region, and the key that opens it.
 struct NicKey {

@@ -26,22 +26,23 @@ Fabric::Fabric(FabricOptions options)
       pid_(getpid()),
       events_(std::make_unique<EventQueue>()),
       immediates_(std::make_unique<ImmediateTable>(*events_)) {
-    engine_ = std::make_unique<Engine>(Provider::named(options_.provider), options_.numeric_host, options_.engine,
-                                       *immediates_, *events_);
+    engines_ = std::make_unique<Engines>(Provider::named(options_.provider), options_.groups, options_.engine,
+                                         *immediates_, *events_);
     control_ = std::make_unique<Control>(
-        ControlOptions{options_.provider, options_.host, options_.numeric_host, options_.identity}, *engine_, *events_);
+        ControlOptions{options_.provider, options_.host, options_.numeric_host, options_.identity}, *engines_,
+        *events_);
 }
 
 Fabric::~Fabric() {
     if (getpid() == pid_) {
         close();
-        if (!engine_->stuck()) return;
+        if (!engines_->stuck()) return;
     }
     // In a forked child the threads do not exist and the provider's state is the parent's; a stuck engine's thread
     // still uses its own. Leave all of it alone.
     (void)events_.release();
     (void)immediates_.release();
-    (void)engine_.release();
+    (void)engines_.release();
     (void)control_.release();
 }
 
@@ -56,7 +57,7 @@ void Fabric::close() {
     for (const auto& weak : watchers_)
         if (std::shared_ptr<LayerWatcher> watcher = weak.lock()) watcher->close();
     control_->stop();
-    engine_->stop();
+    engines_->stop();
 }
 
 std::string Fabric::address() const { return control_->address().encode(); }
@@ -68,17 +69,24 @@ std::vector<Event> Fabric::drain() {
 
 FabricStats Fabric::stats() {
     require_usable();
-    return {engine_->stats(), immediates_->arrived(), immediates_->late()};
+    FabricStats stats{engines_->stats(), {}, immediates_->arrived(), immediates_->late()};
+    for (const Stats& nic : stats.nics) {
+        stats.all.posted += nic.posted;
+        stats.all.completed += nic.completed;
+        stats.all.bytes += nic.bytes;
+        stats.all.retries += nic.retries;
+    }
+    return stats;
 }
 
 std::shared_ptr<Region> Fabric::register_region(int fd, size_t length) {
     require_usable();
-    return engine_->register_region(std::make_shared<Mapping>(fd, length));
+    return engines_->register_region(std::make_shared<Mapping>(fd, length));
 }
 
 void Fabric::close_region(const std::shared_ptr<Region>& region) {
     if (closed_ || getpid() != pid_) return;  // Closed with the fabric.
-    engine_->close_region(region);
+    engines_->close_region(region);
 }
 
 uint64_t Fabric::connect(const std::string& address, const std::string& numeric_host, double timeout_s) {
@@ -105,7 +113,7 @@ uint64_t Fabric::expect(uint32_t immediate, uint64_t count) {
     require_usable();
     // The last writes of its earlier use have completed, but their immediates may still be on the way from the
     // completion queue to the table, where they must not be counted for this use.
-    if (immediates_->closed(immediate)) engine_->settle();
+    if (immediates_->closed(immediate)) engines_->settle();
     uint64_t token = next_token_++;
     immediates_->arm(immediate, count, token);
     return token;
@@ -115,28 +123,28 @@ void Fabric::forget(uint32_t immediate, uint64_t token) {
     if (getpid() == pid_) immediates_->disarm(immediate, token);
 }
 
-TransferPtr Fabric::make_transfer(uint64_t lane, WritePlan plan, double timeout_s) {
+std::vector<PartPtr> Fabric::make_transfer(uint64_t lane, WritePlan plan, double timeout_s) {
     plan.validate();
-    return std::make_shared<Transfer>(next_token_++, lane, std::move(plan), now_ns() + to_ns(timeout_s));
+    int64_t deadline = now_ns() + to_ns(timeout_s);
+    return engines_->spread(std::make_shared<Transfer>(next_token_++, lane, std::move(plan), deadline));
 }
 
 uint64_t Fabric::write(uint64_t lane, WritePlan plan, double timeout_s) {
     require_usable();
-    TransferPtr transfer = make_transfer(lane, std::move(plan), timeout_s);
-    uint64_t token = transfer->id();
-    uint32_t layers = transfer->plan().num_layers;
-    engine_->start(std::move(transfer), layers);
+    std::vector<PartPtr> parts = make_transfer(lane, std::move(plan), timeout_s);
+    uint64_t token = parts.front()->id();
+    engines_->start(parts, parts.front()->plan().num_layers);
     return token;
 }
 
 void Fabric::cancel(uint64_t transfer) {
-    if (!closed_ && getpid() == pid_) engine_->cancel(transfer);
+    if (!closed_ && getpid() == pid_) engines_->cancel(transfer);
 }
 
 std::shared_ptr<LayerWatcher> Fabric::watch(int counter_fd, int64_t poll_ns) {
     require_usable();
     std::erase_if(watchers_, [](const auto& watcher) { return watcher.expired(); });
-    auto watcher = std::make_shared<LayerWatcher>(counter_fd, *engine_, poll_ns);
+    auto watcher = std::make_shared<LayerWatcher>(counter_fd, *engines_, poll_ns);
     watchers_.push_back(watcher);
     return watcher;
 }
@@ -145,13 +153,13 @@ std::vector<uint64_t> Fabric::arm(LayerWatcher& watcher, uint64_t first,
                                   std::vector<std::tuple<uint64_t, WritePlan, double>> writes) {
     require_usable();
     // All are checked before the first is started.
-    std::vector<TransferPtr> transfers;
+    std::vector<PartPtr> parts;
     std::vector<uint64_t> tokens;
     for (auto& [lane, plan, timeout_s] : writes) {
-        transfers.push_back(make_transfer(lane, std::move(plan), timeout_s));
-        tokens.push_back(transfers.back()->id());
+        for (PartPtr& part : make_transfer(lane, std::move(plan), timeout_s)) parts.push_back(std::move(part));
+        tokens.push_back(parts.back()->id());
     }
-    watcher.arm(first, std::move(transfers));
+    watcher.arm(first, std::move(parts));
     return tokens;
 }
 

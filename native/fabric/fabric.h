@@ -14,13 +14,15 @@ namespace kvmesh::fabric {
 struct FabricOptions {
     std::string provider;
     std::string host;          // as peers reach it; goes into the address
-    std::string numeric_host;  // what it resolves to; bound to
+    std::string numeric_host;  // what it resolves to; the control connections' listener is bound to it
     uint64_t identity = 0;
+    std::vector<NicGroup> groups;
     EngineOptions engine;
 };
 
 struct FabricStats {
-    Stats engine;
+    std::vector<Stats> nics;
+    Stats all;  // their sum
     uint64_t arrived = 0;
     uint64_t late = 0;
 };
@@ -37,7 +39,7 @@ class Fabric {
     int event_fd() const { return events_->fd(); }
     std::vector<Event> drain();
     FabricStats stats();
-    bool stuck() const { return engine_->stuck(); }
+    bool stuck() const { return engines_->stuck(); }
 
     std::shared_ptr<Region> register_region(int fd, size_t length);
     void close_region(const std::shared_ptr<Region>& region);
@@ -58,13 +60,13 @@ class Fabric {
 
   private:
     void require_usable() const;
-    TransferPtr make_transfer(uint64_t lane, WritePlan plan, double timeout_s);
+    std::vector<PartPtr> make_transfer(uint64_t lane, WritePlan plan, double timeout_s);
 
     FabricOptions options_;
     pid_t pid_;
     std::unique_ptr<EventQueue> events_;
     std::unique_ptr<ImmediateTable> immediates_;
-    std::unique_ptr<Engine> engine_;
+    std::unique_ptr<Engines> engines_;
     std::unique_ptr<Control> control_;
     std::vector<std::weak_ptr<LayerWatcher>> watchers_;
     uint64_t next_token_ = 1;

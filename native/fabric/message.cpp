@@ -3,6 +3,7 @@
 #include <cerrno>
 
 #include "fabric/bytes.h"
+#include "fabric/descriptor.h"
 #include "fabric/fault.h"
 
 namespace kvmesh::fabric {
@@ -11,14 +12,30 @@ namespace {
 
 constexpr char kAddressMagic[] = "KVA";
 constexpr char kHelloMagic[] = "KVMF";
-constexpr uint8_t kAddressVersion = 1;
+constexpr uint8_t kAddressVersion = 2;
 constexpr uint32_t kMaxFrame = 64 * 1024;
+
+void write_rails(ByteWriter& out, const std::vector<RailOffer>& rails) {
+    out.u16(static_cast<uint16_t>(rails.size()));
+    for (const RailOffer& rail : rails) out.text(rail.endpoint).text(rail.doorbell);
+}
+
+std::vector<RailOffer> read_rails(ByteReader& in) {
+    std::vector<RailOffer> rails(in.u16());
+    for (RailOffer& rail : rails) {
+        if (!in.good()) break;
+        rail.endpoint = in.text();
+        rail.doorbell = in.text();
+    }
+    return rails;
+}
 
 }  // namespace
 
 std::string PeerAddress::encode() const {
     ByteWriter out;
-    out.raw(kAddressMagic).u8(kAddressVersion).u64(identity).u64(generation).u16(port).text(host).text(provider);
+    out.raw(kAddressMagic).u8(kAddressVersion).u64(identity).u64(generation).u16(port);
+    out.u16(static_cast<uint16_t>(nics)).text(host).text(provider);
     return out.take();
 }
 
@@ -29,9 +46,10 @@ PeerAddress PeerAddress::decode(const std::string& bytes) {
     address.identity = in.u64();
     address.generation = in.u64();
     address.port = in.u16();
+    address.nics = in.u16();
     address.host = in.text();
     address.provider = in.text();
-    if (!ours || !in.finished())
+    if (!ours || !in.finished() || address.nics == 0 || address.nics > kMaxNics)
         throw SetupError({Status::unreachable, "connect", EINVAL, "this is no fabric address of a known version"});
     return address;
 }
@@ -39,7 +57,8 @@ PeerAddress PeerAddress::decode(const std::string& bytes) {
 std::string Hello::encode() const {
     ByteWriter out;
     out.raw(kHelloMagic).u16(protocol).text(provider).u64(identity).u64(target).u64(generation).u64(floor);
-    out.text(endpoint).text(doorbell);
+    out.u16(nics);
+    write_rails(out, rails);
     return out.take();
 }
 
@@ -55,15 +74,16 @@ std::optional<Hello> Hello::decode(const std::string& payload) {
     hello.target = in.u64();
     hello.generation = in.u64();
     hello.floor = in.u64();
-    hello.endpoint = in.text();
-    hello.doorbell = in.text();
-    if (!in.finished()) return std::nullopt;
+    hello.nics = in.u16();
+    hello.rails = read_rails(in);
+    if (!in.finished() || hello.nics == 0 || hello.nics > kMaxNics) return std::nullopt;
     return hello;
 }
 
 std::string Welcome::encode() const {
     ByteWriter out;
-    out.u64(identity).u64(floor).text(endpoint).text(doorbell);
+    out.u64(identity).u64(floor);
+    write_rails(out, rails);
     return out.take();
 }
 
@@ -72,8 +92,7 @@ std::optional<Welcome> Welcome::decode(const std::string& payload) {
     Welcome welcome;
     welcome.identity = in.u64();
     welcome.floor = in.u64();
-    welcome.endpoint = in.text();
-    welcome.doorbell = in.text();
+    welcome.rails = read_rails(in);
     if (!in.finished()) return std::nullopt;
     return welcome;
 }

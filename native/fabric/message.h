@@ -3,8 +3,15 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace kvmesh::fabric {
+
+// The endpoint of one rail, for its peer.
+struct RailOffer {
+    std::string endpoint;
+    std::string doorbell;  // of a provider that needs one, else empty
+};
 
 // What `Fabric.address` is: where the control connection listens, and who must answer there.
 struct PeerAddress {
@@ -15,14 +22,16 @@ struct PeerAddress {
     // Grows with every fence. A peer that was fenced is let in only with an address from after its fence, so that work
     // that was handed out before cannot be done after.
     uint64_t generation = 0;
+    // How many it has: a connection has as many rails as the side with more.
+    size_t nics = 1;
 
     std::string encode() const;
     // Throws SetupError (unreachable) where `bytes` is no address of this version.
     static PeerAddress decode(const std::string& bytes);
 };
 
-// The control protocol, version 1: frames of a 32-bit length and a type byte. The connecting side says hello with its
-// new endpoint; the other side answers welcome with its own, or reject with a reason. Then both ping.
+// The control protocol, version 2: frames of a 32-bit length and a type byte. The connecting side says hello with its
+// new endpoints, one a rail; the other side answers welcome with its own, or reject with a reason. Then both ping.
 enum class MessageType : uint8_t {
     hello = 1,
     welcome = 2,
@@ -30,11 +39,11 @@ enum class MessageType : uint8_t {
     ping = 4,
     probe = 5,    // do you live, and is our connection good? answered in order with the rest
     alive = 6,    // the answer
-    goodbye = 7,  // my endpoint is closed: close yours
-    gone = 8,     // it is closed
+    goodbye = 7,  // my endpoints are closed: close yours
+    gone = 8,     // they are closed
 };
 
-constexpr uint16_t kProtocolVersion = 1;
+constexpr uint16_t kProtocolVersion = 2;
 
 struct Hello {
     uint16_t protocol = kProtocolVersion;
@@ -43,8 +52,8 @@ struct Hello {
     uint64_t target = 0;      // the identity this is meant for
     uint64_t generation = 0;  // of the address that was used
     uint64_t floor = 0;       // as in Welcome
-    std::string endpoint;
-    std::string doorbell;
+    uint16_t nics = 1;        // of this side
+    std::vector<RailOffer> rails;
 
     std::string encode() const;
     static std::optional<Hello> decode(const std::string& payload);
@@ -54,8 +63,7 @@ struct Welcome {
     uint64_t identity = 0;
     // Addresses of an earlier generation are not for you.
     uint64_t floor = 0;
-    std::string endpoint;
-    std::string doorbell;
+    std::vector<RailOffer> rails;
 
     std::string encode() const;
     static std::optional<Welcome> decode(const std::string& payload);

@@ -15,7 +15,8 @@ uint64_t random_u64() {
     return value;
 }
 
-Nic::Nic(Provider provider, const std::string& host) : provider_(std::move(provider)), info_(provider_.find(host)) {
+Nic::Nic(Provider provider, const std::string& name, size_t index)
+    : provider_(std::move(provider)), index_(index), info_(provider_.find(name)) {
     fid_fabric* fabric = nullptr;
     check("fi_fabric", fi_fabric(info_->fabric_attr, &fabric, nullptr), Status::unavailable);
     fabric_.reset(fabric);

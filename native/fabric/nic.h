@@ -18,7 +18,7 @@ struct FidDeleter {
 template <typename T>
 using FidPtr = std::unique_ptr<T, FidDeleter<T>>;
 
-// The device of a fabric. Only the engine's thread calls it after construction.
+// A device of a fabric. Only its engine's thread calls it after construction.
 //
 // Where the provider lets us choose keys, every peer gets a domain of its own (`own_keys`), and a region is registered
 // in all of them under one key: closing a domain ends everything in it. On 1.17's net provider closing only the
@@ -26,8 +26,10 @@ using FidPtr = std::unique_ptr<T, FidDeleter<T>>;
 // domain. Where the hardware makes the keys there is one domain for all peers.
 class Nic {
   public:
-    Nic(Provider provider, const std::string& host);
+    // `name`: as `Provider::find` takes it. `index`: its place among the fabric's NICs.
+    Nic(Provider provider, const std::string& name, size_t index);
 
+    size_t index() const { return index_; }
     const Provider& provider() const { return provider_; }
     fi_info* info() const { return info_.get(); }
     fid_fabric* fabric() const { return fabric_.get(); }
@@ -45,6 +47,7 @@ class Nic {
 
   private:
     Provider provider_;
+    size_t index_;
     InfoPtr info_;
     FidPtr<fid_fabric> fabric_;
     FidPtr<fid_domain> shared_domain_;

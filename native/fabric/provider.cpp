@@ -1,12 +1,15 @@
 #include "fabric/provider.h"
 
+#include <arpa/inet.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "fabric/fault.h"
+#include "fabric/socket.h"
 
 namespace kvmesh::fabric {
 
@@ -31,6 +34,21 @@ InfoPtr hints_for(const std::string& libfabric_name) {
     hints->domain_attr->cq_data_size = sizeof(uint32_t);
     if (!libfabric_name.empty()) hints->fabric_attr->prov_name = strdup(libfabric_name.c_str());
     return hints;
+}
+
+bool is_address(const std::string& text) {
+    in6_addr address;
+    return inet_pton(AF_INET, text.c_str(), &address) == 1 || text.find(':') != std::string::npos;
+}
+
+// A verbs device has one name everywhere; efa's domains append the endpoint's type ("rdmap79s0-rdm"); tcp's domain is
+// the network interface.
+bool is_of_device(const fi_info& info, const std::string& device) {
+    const fid_nic* nic = info.nic;
+    if (nic != nullptr && nic->device_attr != nullptr && nic->device_attr->name != nullptr)
+        if (device == nic->device_attr->name) return true;
+    const char* domain = info.domain_attr->name;
+    return domain != nullptr && (device == domain || std::string(domain).rfind(device + "-", 0) == 0);
 }
 
 bool shm_is_sound() { return fi_version() < FI_VERSION(2, 0); }
@@ -82,21 +100,23 @@ uint32_t Provider::confirm_every() const {
     return libfabric_name == "net" || libfabric_name == "tcp" ? kOnStreams : 1;
 }
 
-InfoPtr Provider::find(const std::string& host) const {
+InfoPtr Provider::find(const std::string& nic) const {
     InfoPtr hints = hints_for(libfabric_name);
     fi_info* found = nullptr;
-    bool by_address = libfabric_name.rfind("shm", 0) != 0 && libfabric_name.rfind("efa", 0) != 0;
+    bool named = !is_address(nic);
+    bool by_address = !named && libfabric_name.rfind("shm", 0) != 0 && libfabric_name.rfind("efa", 0) != 0;
+    if (by_address) listen_on(SocketAddress::parse(nic, 0));  // libfabric takes addresses that are not of this machine.
     int result = by_address
-                     ? fi_getinfo(api_version(), host.c_str(), nullptr, FI_SOURCE | FI_NUMERICHOST, hints.get(), &found)
+                     ? fi_getinfo(api_version(), nic.c_str(), nullptr, FI_SOURCE | FI_NUMERICHOST, hints.get(), &found)
                      : fi_getinfo(api_version(), nullptr, nullptr, 0, hints.get(), &found);
-    if (result != 0) {
-        Fault fault = libfabric_fault("fi_getinfo", result, Status::unavailable);
-        fault.text = "libfabric " + library_version() + " has no provider '" + libfabric_name +
-                     "' with remote writes and immediates on " + host + ": " + fi_strerror(-result);
-        throw SetupError(fault);
-    }
-    InfoPtr all(found);
-    return InfoPtr(fi_dupinfo(all.get()));
+    InfoPtr all(result == 0 ? found : nullptr);
+    for (fi_info* info = all.get(); info != nullptr; info = info->next)
+        if (!named || is_of_device(*info, nic)) return InfoPtr(fi_dupinfo(info));
+    if (result == 0) result = -FI_ENODATA;
+    Fault fault = libfabric_fault("fi_getinfo", result, Status::unavailable);
+    fault.text = "libfabric " + library_version() + " has no provider '" + libfabric_name +
+                 "' with remote writes and immediates on " + nic + ": " + fi_strerror(-result);
+    throw SetupError(fault);
 }
 
 std::vector<std::string> present_providers() {

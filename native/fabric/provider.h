@@ -30,8 +30,10 @@ struct Provider {
     // one confirmation is good for all before it, and saves the target a message a page.
     uint32_t confirm_every() const;
 
-    // The endpoints to open on `host`. Throws SetupError (unavailable) where there is none.
-    InfoPtr find(const std::string& host) const;
+    // The endpoints to open on a NIC: a numeric address of it, or the name of its device ("eth0", "mlx5_0",
+    // "rdmap79s0"). A provider without addresses (shm, efa) takes any address as its first device. Throws SetupError
+    // (unavailable) where there is none.
+    InfoPtr find(const std::string& nic) const;
 };
 
 // The version of libfabric that runs, as "major.minor"; the program is compiled against 1.17 and runs on 1.17 and

@@ -25,16 +25,20 @@ Mapping::Mapping(int fd, size_t length) : length_(length) {
 
 Mapping::~Mapping() { munmap(base_, length_); }
 
-Region::Region(const Nic& nic, std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {
-    uint64_t key = nic.own_keys() ? nic.draw_key() : 0;
-    if (!nic.own_keys()) {
-        registration_ = nic.register_memory(nic.shared_domain(), mapping_->base(), mapping_->length(), 0);
-        key = fi_mr_key(registration_.get());
-    }
-    uint64_t base = reinterpret_cast<uint64_t>(mapping_->base());
-    remote_.base = base;
+Region::Region(std::shared_ptr<Mapping> mapping, size_t nics) : mapping_(std::move(mapping)), registrations_(nics) {
+    remote_.base = reinterpret_cast<uint64_t>(mapping_->base());
     remote_.length = mapping_->length();
-    remote_.nics = {{nic.has(FI_MR_VIRT_ADDR) ? base : 0, key}};
+    remote_.nics.resize(nics);
+}
+
+void Region::attach(const Nic& nic) {
+    uint64_t key = nic.own_keys() ? nic.draw_key() : 0;
+    FidPtr<fid_mr>& registration = registrations_[nic.index()];
+    if (!nic.own_keys()) {
+        registration = nic.register_memory(nic.shared_domain(), mapping_->base(), mapping_->length(), 0);
+        key = fi_mr_key(registration.get());
+    }
+    remote_.nics[nic.index()] = {nic.has(FI_MR_VIRT_ADDR) ? remote_.base : 0, key};
 }
 
 }  // namespace kvmesh::fabric

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <vector>
 
 #include "fabric/descriptor.h"
 #include "fabric/nic.h"
@@ -23,35 +25,37 @@ class Mapping {
     size_t length_ = 0;
 };
 
-// Registered memory of this process. Shares ownership with its Python object by `shared_from_this`: a deleter that
-// needs the GIL would run in whichever native thread lets go last, and that thread may hold a lock for which the GIL's
-// holder waits.
+// Memory of this process that is registered with every NIC of its fabric. Shares ownership with its Python object by
+// `shared_from_this`: a deleter that needs the GIL would run in whichever native thread lets go last, and that thread
+// may hold a lock for which the GIL's holder waits.
 //
-// Closing revokes the key; the mapping stays until the last user lets go.
+// Closing revokes the keys; the mapping stays until the last user lets go.
 class Region : public std::enable_shared_from_this<Region> {
   public:
-    // Engine thread only.
-    Region(const Nic& nic, std::shared_ptr<Mapping> mapping);
+    // Of a fabric with `nics` NICs; each attaches it before `remote` is complete.
+    Region(std::shared_ptr<Mapping> mapping, size_t nics);
 
     size_t length() const { return mapping_->length(); }
     std::byte* base() const { return mapping_->base(); }
     const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
     const RemoteRegion& remote() const { return remote_; }
-
-    // Engine thread only.
-    void* local_descriptor() const { return registration_ ? fi_mr_desc(registration_.get()) : nullptr; }
-    uint64_t key() const { return remote_.nics.front().key; }
+    // Any thread. After `close` no write is posted from here; the keys last until each NIC has detached it.
     bool open() const { return open_; }
-    void close() {
-        open_ = false;
-        registration_.reset();
+    void close() { open_ = false; }
+
+    // Only the thread of that NIC's engine calls these.
+    void attach(const Nic& nic);
+    void detach(const Nic& nic) { registrations_[nic.index()].reset(); }
+    uint64_t key(size_t nic) const { return remote_.nics[nic].key; }
+    void* local_descriptor(size_t nic) const {
+        return registrations_[nic] ? fi_mr_desc(registrations_[nic].get()) : nullptr;
     }
 
   private:
     std::shared_ptr<Mapping> mapping_;
-    FidPtr<fid_mr> registration_;  // in the shared domain; with own keys each lane has its own
+    std::vector<FidPtr<fid_mr>> registrations_;  // in each NIC's shared domain; with own keys each rail has its own
     RemoteRegion remote_;
-    bool open_ = true;
+    std::atomic<bool> open_{true};
 };
 
 }  // namespace kvmesh::fabric

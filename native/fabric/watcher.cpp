@@ -20,20 +20,20 @@ uint32_t* low_half(std::byte* base) { return reinterpret_cast<uint32_t*>(base); 
 
 }  // namespace
 
-LayerWatcher::LayerWatcher(int counter_fd, Engine& engine, int64_t poll_ns)
-    : engine_(engine), mapping_(counter_fd, kCounterBytes), poll_ns_(poll_ns), thread_([this] { run(); }) {}
+LayerWatcher::LayerWatcher(int counter_fd, Engines& engines, int64_t poll_ns)
+    : engines_(engines), mapping_(counter_fd, kCounterBytes), poll_ns_(poll_ns), thread_([this] { run(); }) {}
 
 uint64_t LayerWatcher::counter() const {
     return __atomic_load_n(reinterpret_cast<const uint64_t*>(mapping_.base()), __ATOMIC_ACQUIRE);
 }
 
-void LayerWatcher::arm(uint64_t first, std::vector<TransferPtr> transfers) {
+void LayerWatcher::arm(uint64_t first, std::vector<PartPtr> parts) {
     uint32_t layers = 0;
-    for (const TransferPtr& transfer : transfers) layers = std::max(layers, transfer->plan().num_layers);
+    for (const PartPtr& part : parts) layers = std::max(layers, part->plan().num_layers);
     std::lock_guard lock(mutex_);
-    for (const TransferPtr& transfer : transfers) engine_.start(transfer, 0);
+    engines_.start(parts, 0);
     if (layers == 0) return;
-    plans_.push_back({first, layers, 0, std::move(transfers)});
+    plans_.push_back({first, layers, 0, std::move(parts)});
     release_reached();
     armed_.notify_one();
 }
@@ -46,7 +46,7 @@ void LayerWatcher::release_reached() {
         uint64_t passed = reached > plan.first ? std::min<uint64_t>(reached - plan.first, plan.layers) : 0;
         if (passed <= plan.released) return;
         plan.released = static_cast<uint32_t>(passed);
-        engine_.release(plan.transfers, plan.released);
+        engines_.release(plan.parts, plan.released);
         if (plan.released < plan.layers) return;
         plans_.pop_front();
     }
@@ -83,7 +83,7 @@ void LayerWatcher::wait_for_change(uint64_t seen) {
 
 void LayerWatcher::disarm() {
     std::lock_guard lock(mutex_);
-    for (Plan& plan : plans_) engine_.cancel(std::move(plan.transfers));
+    for (Plan& plan : plans_) engines_.cancel(plan.parts);
     plans_.clear();
 }
 
@@ -92,7 +92,7 @@ void LayerWatcher::close() {
         std::lock_guard lock(mutex_);
         if (closed_) return;
         closed_ = true;
-        for (Plan& plan : plans_) engine_.cancel(std::move(plan.transfers));
+        for (Plan& plan : plans_) engines_.cancel(plan.parts);
         plans_.clear();
         armed_.notify_one();
     }

@@ -6,20 +6,20 @@
 #include <thread>
 #include <vector>
 
-#include "fabric/engine.h"
+#include "fabric/engines.h"
 
 namespace kvmesh::fabric {
 
-// Watches one layer counter (see `shared.engine.counter`) on its own thread and lets the engine post each layer's
+// Watches one layer counter (see `shared.engine.counter`) on its own thread and lets the engines post each layer's
 // writes when the counter passes it. While no plan is armed the thread sleeps; while one is, it waits in the kernel.
 class LayerWatcher {
   public:
     // `poll_ns` > 0: nobody wakes the futex (CUDA writes the counter); look that often instead.
-    LayerWatcher(int counter_fd, Engine& engine, int64_t poll_ns);
+    LayerWatcher(int counter_fd, Engines& engines, int64_t poll_ns);
     ~LayerWatcher() { close(); }
 
     // Layer l of every transfer is posted when the counter reaches `first` + l + 1. Plans are armed in order.
-    void arm(uint64_t first, std::vector<TransferPtr> transfers);
+    void arm(uint64_t first, std::vector<PartPtr> parts);
     // Drops every plan; its transfers end as cancelled.
     void disarm();
     void close();
@@ -29,7 +29,7 @@ class LayerWatcher {
         uint64_t first;
         uint32_t layers;
         uint32_t released = 0;
-        std::vector<TransferPtr> transfers;
+        std::vector<PartPtr> parts;
     };
 
     void run();
@@ -37,7 +37,7 @@ class LayerWatcher {
     uint64_t counter() const;
     void wait_for_change(uint64_t seen);
 
-    Engine& engine_;
+    Engines& engines_;
     Mapping mapping_;
     int64_t poll_ns_;
     std::mutex mutex_;

@@ -34,6 +34,7 @@ from shared.transfer import _native
 from shared.transfer.faults import event_error, mapped
 from shared.transfer.handles import Connection, Counter, Pending, Region, Writes
 from shared.transfer.interface import LayerWatcher, MemoryRegion, PagedWrite, Peer
+from shared.transfer.topology import NicGroup
 from shared.transfer.watcher import Watcher
 
 TRANSFER, ARRIVAL, CONNECTED, FENCED, PEER_LOST = range(5)
@@ -71,30 +72,30 @@ class Fabric:
         provider: str,
         host: str,
         identity: int,
-        spin: bool = False,
+        groups: Sequence[NicGroup] = (),
+        spin: bool | None = None,
         window: int = WINDOW,
-        cpus: Sequence[int] = (),
     ) -> Self:
         """`provider` is "tcp", "shm" or "libfabric:<name>". `host` is this machine as peers reach it: a name or address
-        of an interface here; it is bound, and becomes part of `address`. `identity` is the process's incarnation, not
-        0. `spin`: the progress thread polls without sleeping and takes a whole core. `window`: writes outstanding per
-        peer. `cpus`: where the progress thread runs. Raises `FabricUnavailable`."""
+        of an interface here; the first is bound, and becomes part of `address`. Several, separated by commas, are as many
+        NICs, in one group. `groups`: the NICs instead, by device or address, a progress thread each. `identity` is the
+        process's incarnation, not 0. `spin`: the progress threads poll without sleeping and take a whole core each; None:
+        on verbs and efa only. `window`: writes outstanding per peer and NIC. Raises `FabricUnavailable`."""
         loop = asyncio.get_running_loop()
-        try:
-            numeric = await _resolve(loop, host)
-        except OSError as error:
-            raise FabricUnavailable(f"{host} does not resolve: {error}", call="getaddrinfo") from None
-        if numeric in ("0.0.0.0", "::"):
-            raise FabricUnavailable(f"{host} is no address that peers can reach: name one interface", call="bind")
+        hosts = [part.strip() for part in host.split(",")]
+        numerics = [await _interface(loop, part) for part in hosts]
+        groups = groups or [NicGroup(nics=tuple(numerics))]
+        if provider == "shm" and sum(len(group.nics) for group in groups) > 1:
+            raise FabricUnavailable("shm has one NIC: name one host", call="nics")
         with mapped():
             native = _native.open(
                 provider=provider,
-                host=host,
-                numeric_host=numeric,
+                host=hosts[0],
+                numeric_host=numerics[0],
                 identity=identity,
-                spin=spin,
+                groups=[(group.nics, group.cpus) for group in groups],
+                spin=_spins(provider) if spin is None else spin,
                 window=window,
-                cpus=list(cpus),
             )
         return cls(native, provider, loop)
 
@@ -298,6 +299,20 @@ class Fabric:
 async def _resolve(loop: asyncio.AbstractEventLoop, host: str) -> str:
     found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(found[0][4][0])
+
+
+async def _interface(loop: asyncio.AbstractEventLoop, host: str) -> str:
+    try:
+        numeric = await _resolve(loop, host)
+    except OSError as error:
+        raise FabricUnavailable(f"{host} does not resolve: {error}", call="getaddrinfo") from None
+    if numeric in ("0.0.0.0", "::"):
+        raise FabricUnavailable(f"{host} is no address that peers can reach: name one interface", call="bind")
+    return numeric
+
+
+def _spins(provider: str) -> bool:
+    return provider.removeprefix("libfabric:").startswith(("verbs", "efa"))
 
 
 def _connection(peer: Peer) -> Connection:

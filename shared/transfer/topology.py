@@ -31,6 +31,35 @@ class Nic(msgspec.Struct, frozen=True):
     pci: PciDevice | None
 
 
+class NicGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """NICs that are near each other and served by one progress thread, on those CPUs (none: anywhere). A NIC is the name of
+    its device ("mlx5_0", "rdmap79s0", "eth0") or a numeric address of it. `device` and `numa_node`: what they are near."""
+
+    nics: tuple[str, ...]
+    cpus: tuple[int, ...] = ()
+    device: str | None = None
+    numa_node: int | None = None
+
+
+def groups(devices: Iterable[str], root: Path = SYSFS) -> list[NicGroup]:
+    """For each of these PCI functions (accelerators) the NICs closest to it. Devices whose closest NICs are the same share a
+    group, which bears the first's name, so that a NIC is in one group only. Without devices, or where none has a PCI address
+    here, one group of all NICs. Empty where there is no NIC."""
+    nics = read_nics(root)
+    found: dict[tuple[str, ...], NicGroup] = {}
+    for device in filter(None, (read_device(address, root) for address in devices)):
+        near = tuple(nic.name for nic in pair(device, nics))
+        cpus = tuple(near_cpus(device, root))
+        if near and near not in found:
+            found[near] = NicGroup(nics=near, cpus=cpus, device=device.address, numa_node=device.numa_node)
+    if not found and nics:
+        nodes = {nic.pci.numa_node if nic.pci else None for nic in nics}
+        node = nodes.pop() if len(nodes) == 1 else None
+        cpus = () if node is None else tuple(node_cpus(node, root))
+        return [NicGroup(nics=tuple(nic.name for nic in nics), cpus=cpus, numa_node=node)]
+    return list(found.values())
+
+
 def read_device(address: str, root: Path = SYSFS) -> PciDevice | None:
     """The PCI function at `address` ("0000:17:00.0"); None where there is none."""
     entry = root / "bus" / "pci" / "devices" / address
@@ -96,8 +125,12 @@ def near_cpus(device: PciDevice | None, root: Path = SYSFS) -> list[int]:
 
 
 def _behind(entry: Path, root: Path) -> PciDevice | None:
+    """A virtio NIC's device is a child of its PCI function, so that the nearest function above counts."""
     device = entry / "device"
-    return read_device(device.resolve().name, root) if device.exists() else None
+    if not device.exists():
+        return None
+    real = device.resolve()
+    return next(filter(None, (read_device(part.name, root) for part in (real, *real.parents))), None)
 
 
 def _read(path: Path) -> str | None:

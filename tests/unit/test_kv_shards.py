@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shared.kv import plan
+from shared.kv.nhd import nhd_runs
 from shared.kv.shards import ShardRun, check_sharding, fit, heads_of, holders_of, runs, shard_layout
 from shared.layout import KvLayout
 
@@ -33,7 +36,9 @@ LAYOUTS = st.one_of(
 )
 
 Byte = tuple[int, int, int]
-"""Part, head of the whole model, byte in the head: what a byte of a page is."""
+"""Part, head of the whole model, byte in the head (its tokens in order): what a byte of a page is."""
+
+Pages = Callable[[KvLayout, int, int], list[Byte]]
 
 
 def layout(heads: int, kind: str = "gqa") -> KvLayout:
@@ -47,11 +52,34 @@ def page_of(whole: KvLayout, tp: int, rank: int) -> list[Byte]:
     return [(part, head, byte) for part in range(whole.parts) for head in held for byte in range(whole.head_bytes)]
 
 
+def nhd_page_of(whole: KvLayout, tp: int, rank: int) -> list[Byte]:
+    """The same in the order `[k/v][token][head][dim]`."""
+    held = [head for head in range(whole.num_kv_heads) if rank * whole.num_kv_heads // tp <= head]
+    held = held[: max(1, whole.num_kv_heads // tp)]
+    row = whole.head_bytes // whole.page_size
+    tokens = range(whole.page_size)
+    return [
+        (part, head, token * row + byte)
+        for part in range(whole.parts)
+        for token in tokens
+        for head in held
+        for byte in range(row)
+    ]
+
+
+@pytest.mark.parametrize(("arithmetic", "pages"), [(runs, page_of), (nhd_runs, nhd_page_of)], ids=["hnd", "nhd"])
 @given(LAYOUTS, TP, TP, ATTEMPT)
-def test_every_byte_once_by_a_rank_that_holds_it(whole: KvLayout, source_tp: int, target_tp: int, attempt: str) -> None:
-    sources = [page_of(whole, source_tp, rank) for rank in range(source_tp)]
+def test_every_byte_once_by_a_rank_that_holds_it(
+    arithmetic: Callable[[KvLayout, int, int, str], list[ShardRun]],
+    pages: Pages,
+    whole: KvLayout,
+    source_tp: int,
+    target_tp: int,
+    attempt: str,
+) -> None:
+    sources = [pages(whole, source_tp, rank) for rank in range(source_tp)]
     targets: list[list[Byte | None]] = [[None] * shard_layout(whole, target_tp).page_bytes for _ in range(target_tp)]
-    for run in runs(whole, source_tp, target_tp, attempt):
+    for run in arithmetic(whole, source_tp, target_tp, attempt):
         source, target = sources[run.source_rank], targets[run.target_rank]
         assert run.length > 0
         assert run.source_offset + run.length <= len(source)
@@ -59,7 +87,7 @@ def test_every_byte_once_by_a_rank_that_holds_it(whole: KvLayout, source_tp: int
         for i in range(run.length):
             assert target[run.target_offset + i] is None, "a byte is written twice"
             target[run.target_offset + i] = source[run.source_offset + i]
-    assert targets == [page_of(whole, target_tp, rank) for rank in range(target_tp)]
+    assert targets == [pages(whole, target_tp, rank) for rank in range(target_tp)]
 
 
 @given(st.integers(1, 12), st.integers(1, 24))

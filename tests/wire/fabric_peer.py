@@ -21,7 +21,7 @@ class Peer:
 
     async def open(self, provider: str, length: int, options: dict[str, Any]) -> None:
         self.identity = new_identity()
-        self.fabric = await Fabric.open(provider=provider, host="127.0.0.1", identity=self.identity, **options)
+        self.fabric = await Fabric.open(provider=provider, identity=self.identity, **{"host": "127.0.0.1", **options})
         self.memory = Memory(self.fabric, length)
         self.lost = LostPeers(self.fabric)
 

@@ -21,6 +21,8 @@ from shared.transfer.interface import PagedWrite, PageGeometry
 # The suite runs on each of these that is present. Others that libfabric has are for experiments.
 PROVIDERS = [name for name in os.environ.get("KVMESH_FABRIC_PROVIDERS", "tcp,shm").split(",") if name in providers()]
 DEADLINE_S = 20.0
+HOSTS = {1: "127.0.0.1", 2: "127.0.0.1,127.0.0.2", 3: "127.0.0.1,127.0.0.2,127.0.0.3"}
+"""By number of NICs."""
 # "A dead peer is noticed in a second or two." A shm peer that was killed while it held a shared lock hangs the provider
 # here, and it takes three seconds more to be sure of that.
 NOTICED_S = {"tcp": 2.0, "shm": 6.0}

@@ -15,14 +15,14 @@ from shared.errors import FabricError, FabricUnavailable, PeerLost, PeerUnreacha
 from shared.transfer.fabric import Fabric, library_version, providers
 from tests.wire.fabric_rig import DEADLINE_S, PROVIDERS, LostPeers, Memory, new_identity, open_fabric
 
-ADDRESS = struct.Struct("<3sBQQH")  # magic, version, identity, generation, port
+ADDRESS = struct.Struct("<3sBQQHH")  # magic, version, identity, generation, port, NICs
 
 
 def address_of(
-    host: str, port: int, *, identity: int = 1, provider: str = "tcp", generation: int = 0, version: int = 1
+    host: str, port: int, *, identity: int = 1, provider: str = "tcp", generation: int = 0, version: int = 2
 ) -> bytes:
     texts = b"".join(struct.pack("<H", len(text)) + text.encode() for text in (host, provider))
-    return ADDRESS.pack(b"KVA", version, identity, generation, port) + texts
+    return ADDRESS.pack(b"KVA", version, identity, generation, port, 1) + texts
 
 
 def frame(kind: int, payload: bytes) -> bytes:
@@ -118,7 +118,7 @@ async def test_a_peer_that_comes_late_is_reached(provider: str) -> None:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind(("127.0.0.1", 0))
             late = reserved.getsockname()[1]
-        address = ADDRESS.pack(b"KVA", 1, ADDRESS.unpack_from(upstream)[2], 0, late) + upstream[ADDRESS.size :]
+        address = ADDRESS.pack(b"KVA", 2, ADDRESS.unpack_from(upstream)[2], 0, late, 1) + upstream[ADDRESS.size :]
         connecting = asyncio.ensure_future(here.connect(address, timeout_s=DEADLINE_S))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(connecting), 0.15)
@@ -134,7 +134,7 @@ async def test_another_provider_is_refused_by_name(provider: str) -> None:
         with pytest.raises(PeerUnreachable, match=f"the peer has provider {other}, this side has {provider}"):
             await here.connect(there.address, timeout_s=DEADLINE_S)
         # Also when the address lies about it.
-        identity, _, port = ADDRESS.unpack_from(there.address)[2:]
+        identity, _, port, _ = ADDRESS.unpack_from(there.address)[2:]
         with pytest.raises(PeerUnreachable, match=f"provider {provider}, this side has {other}"):
             await here.connect(
                 address_of("127.0.0.1", port, identity=identity, provider=provider), timeout_s=DEADLINE_S
@@ -156,7 +156,7 @@ async def test_another_protocol_version_is_refused() -> None:
         async with asyncio.timeout(DEADLINE_S):
             answer = await reader.read()
         assert answer[4] == 3
-        assert answer[5:] == b"fabric protocol 9, this side speaks 1"
+        assert answer[5:] == b"fabric protocol 9, this side speaks 2"
         writer.close()
 
 
@@ -175,7 +175,7 @@ async def test_strangers_are_dropped(noise: bytes) -> None:
         await here.connect(there.address, timeout_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize("address", [b"", b"KVA", address_of("127.0.0.1", 1)[:-1], address_of("h", 1, version=2)])
+@pytest.mark.parametrize("address", [b"", b"KVA", address_of("127.0.0.1", 1)[:-1], address_of("h", 1, version=1)])
 async def test_what_is_no_address(address: bytes) -> None:
     async with open_fabric("tcp") as fabric:
         with pytest.raises(PeerUnreachable, match="no fabric address"):

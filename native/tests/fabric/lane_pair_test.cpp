@@ -54,7 +54,7 @@ void cancel_and_deadline() {
     CHECK(a.wait(transfer).fault.status == Status::cancelled);
     CHECK(a.wait(a.fabric.write(lane, many, 0.02)).fault.status == Status::timed_out);
     FabricStats stats = a.fabric.stats();
-    CHECK(stats.engine.posted == stats.engine.completed);
+    CHECK(stats.all.posted == stats.all.completed);
     CHECK(a.wait(a.fabric.write(lane, plan(source, target, 1, kPage, 9), 10.0)).fault.status == Status::ok);
 }
 

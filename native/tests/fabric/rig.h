@@ -33,8 +33,17 @@ struct Memory {
 
 // A fabric and the events it has told, by token.
 struct Node {
-    explicit Node(uint64_t identity, const std::string& provider = "tcp", uint32_t window = 64)
-        : fabric({provider, "127.0.0.1", "127.0.0.1", identity, {false, window, {}}}) {}
+    // `groups`: the NICs of each.
+    explicit Node(uint64_t identity, const std::string& provider = "tcp",
+                  const std::vector<std::vector<std::string>>& groups = {{"127.0.0.1"}})
+        : fabric(options(identity, provider, groups)) {}
+
+    static FabricOptions options(uint64_t identity, const std::string& provider,
+                                 const std::vector<std::vector<std::string>>& groups) {
+        FabricOptions options{provider, "127.0.0.1", "127.0.0.1", identity, {}, {false, 64}};
+        for (const auto& nics : groups) options.groups.push_back({nics, {}});
+        return options;
+    }
 
     // Until `done` holds, 20 s at most.
     void until(const std::function<bool()>& done) {

@@ -30,20 +30,27 @@ void descriptors() {
 }
 
 void addresses() {
-    PeerAddress address{"tcp", "prefill-1.mesh", 4711, 99, 3};
+    PeerAddress address{"tcp", "prefill-1.mesh", 4711, 99, 3, 8};
     PeerAddress again = PeerAddress::decode(address.encode());
     CHECK(again.provider == "tcp" && again.host == "prefill-1.mesh" && again.port == 4711 && again.identity == 99 &&
-          again.generation == 3);
+          again.generation == 3 && again.nics == 8);
     std::string bytes = address.encode();
     for (size_t length = 0; length < bytes.size(); ++length)
         CHECK_THROWS(SetupError, PeerAddress::decode(bytes.substr(0, length)));
+}
+
+void check_hello(const Hello& got, const Hello& sent) {
+    CHECK(got.nics == sent.nics && got.rails.size() == sent.rails.size());
+    for (size_t i = 0; i < got.rails.size(); ++i)
+        CHECK(got.rails[i].endpoint == sent.rails[i].endpoint && got.rails[i].doorbell == sent.rails[i].doorbell);
 }
 
 void frames() {
     Hello hello;
     hello.provider = "tcp";
     hello.identity = 1;
-    hello.endpoint = std::string("\x02\0raw", 5);
+    hello.nics = 2;
+    hello.rails = {{std::string("\x02\0raw", 5), ""}, {"other", "bell"}};
     std::string stream = frame(MessageType::hello, hello.encode()) + frame(MessageType::ping);
     FrameReader reader;
     int frames = 0;
@@ -51,7 +58,7 @@ void frames() {
         reader.append(&byte, 1);
         while (std::optional<Frame> one = reader.next()) {
             if (++frames == 1)
-                CHECK(Hello::decode(one->payload)->endpoint == hello.endpoint);
+                check_hello(*Hello::decode(one->payload), hello);
             else
                 CHECK(one->type == MessageType::ping && one->payload.empty());
         }

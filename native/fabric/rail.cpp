@@ -1,9 +1,8 @@
-#include "fabric/lane.h"
+#include "fabric/rail.h"
 
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,14 +23,6 @@ constexpr size_t kQueueEntries = 4096;
 
 bool stream_broke(int error) { return error == FI_ECANCELED || error == FI_ENOTCONN || error == FI_ECONNRESET; }
 
-// A shm peer that was killed leaves 15 MB in /dev/shm. The file is of this lane only: once that is over nobody opens
-// it.
-void remove_shared_file(const std::string& endpoint) {
-    constexpr char kScheme[] = "fi_shm://";
-    if (endpoint.rfind(kScheme, 0) == 0)
-        shm_unlink(("/" + std::string(endpoint.c_str() + std::strlen(kScheme))).c_str());
-}
-
 // 1.17's net waits on an epoll set of two: the sockets' own epoll set, and a signal that is raised with every
 // completion and that its fi_trywait forgets to lower, so that a sleeper would never sleep again. Completions come from
 // our own polling here and need no signal: the sockets' set is the one to wait on.
@@ -50,7 +41,7 @@ std::optional<int> nested_epoll(int epoll) {
 
 }  // namespace
 
-Lane::Lane(const Nic& nic, uint64_t id, uint32_t window)
+Rail::Rail(const Nic& nic, RailId id, uint32_t window)
     : nic_(nic),
       id_(id),
       own_domain_(nic.own_keys() ? nic.open_domain() : nullptr),
@@ -63,16 +54,15 @@ Lane::Lane(const Nic& nic, uint64_t id, uint32_t window)
 }
 
 // Endpoint, then what it is bound to.
-Lane::~Lane() {
+Rail::~Rail() {
     endpoint_object_.reset();
     addresses_.reset();
     queue_.reset();
     registrations_.clear();
     own_domain_.reset();
-    remove_shared_file(peer_endpoint_);
 }
 
-void Lane::open_queue() {
+void Rail::open_queue() {
     fi_cq_attr attributes{};
     attributes.size = kQueueEntries;
     attributes.format = FI_CQ_FORMAT_DATA;
@@ -88,7 +78,7 @@ void Lane::open_queue() {
     addresses_.reset(addresses);
 }
 
-void Lane::open_endpoint() {
+void Rail::open_endpoint() {
     fid_ep* endpoint = nullptr;
     check("fi_endpoint", fi_endpoint(domain_, nic_.info(), &endpoint, nullptr));
     endpoint_object_.reset(endpoint);
@@ -101,50 +91,49 @@ void Lane::open_endpoint() {
     check("fi_getname", fi_getname(&endpoint->fid, endpoint_.data(), &length));
 }
 
-void Lane::connect(const std::string& endpoint, const std::string& doorbell) {
+void Rail::connect(const std::string& endpoint, const std::string& doorbell) {
     peer_doorbell_ = doorbell;
-    peer_endpoint_ = endpoint;
     int inserted = fi_av_insert(addresses_.get(), endpoint.data(), 1, &peer_, 0, nullptr);
     if (inserted != 1) throw SetupError(libfabric_fault("fi_av_insert", inserted < 0 ? inserted : -FI_EINVAL));
 }
 
-void Lane::admit(const Region& region) {
+void Rail::admit(const Region& region) {
     if (!own_domain_) return;
     FidPtr<fid_mr> registration =
-        nic_.register_memory(domain_, region.base(), region.mapping()->length(), region.key());
+        nic_.register_memory(domain_, region.base(), region.mapping()->length(), region.key(nic_.index()));
     registrations_.emplace(&region, std::move(registration));
 }
 
-void Lane::revoke(const Region& region) {
+void Rail::revoke(const Region& region) {
     registrations_.erase(&region);
     retained_.push_back(region.mapping());
 }
 
-void* Lane::local_descriptor(const Region& region) const {
+void* Rail::local_descriptor(const Region& region) const {
     if (!nic_.has(FI_MR_LOCAL)) return nullptr;
-    if (!own_domain_) return region.local_descriptor();
+    if (!own_domain_) return region.local_descriptor(nic_.index());
     auto found = registrations_.find(&region);
     return found == registrations_.end() ? nullptr : fi_mr_desc(found->second.get());
 }
 
-int Lane::wait_fd() const {
+int Rail::wait_fd() const {
     if (doorbell_) return doorbell_->fd();
     int fd = -1;
     check("fi_control", fi_control(&queue_->fid, FI_GETWAIT, &fd));
     return nic_.provider().libfabric_name == "net" ? nested_epoll(fd).value_or(fd) : fd;
 }
 
-void Lane::silence() {
+void Rail::silence() {
     if (doorbell_) doorbell_->silence();
 }
 
-void Lane::enqueue(const TransferPtr& transfer) {
-    if (transfer->queued) return;
-    transfer->queued = true;
-    runnable_.push_back(transfer);
+void Rail::enqueue(const PartPtr& part) {
+    if (part->queued) return;
+    part->queued = true;
+    runnable_.push_back(part);
 }
 
-bool Lane::progress(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
+bool Rail::progress(ImmediateTable& immediates, Stats& stats, std::vector<PartPtr>& ended) {
     bool moved = read(immediates, stats, ended);
     if (!fault_) moved = post(stats, ended) || moved;
     if (!fault_) moved = post_confirmation() || moved;
@@ -154,13 +143,13 @@ bool Lane::progress(ImmediateTable& immediates, Stats& stats, std::vector<Transf
     return moved;
 }
 
-void Lane::settle(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
+void Rail::settle(ImmediateTable& immediates, Stats& stats, std::vector<PartPtr>& ended) {
     // More than the queue holds was not there at the start.
     for (size_t taken = 0; taken < 2 * kQueueEntries; taken += kReadBatch * kReadRounds)
         if (!read(immediates, stats, ended)) return;
 }
 
-bool Lane::read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPtr>& ended) {
+bool Rail::read(ImmediateTable& immediates, Stats& stats, std::vector<PartPtr>& ended) {
     std::array<fi_cq_data_entry, kReadBatch> entries;
     bool moved = false;
     for (size_t round = 0; round < kReadRounds; ++round) {
@@ -189,7 +178,7 @@ bool Lane::read(ImmediateTable& immediates, Stats& stats, std::vector<TransferPt
     return moved;
 }
 
-void Lane::take_completion(const fi_cq_data_entry& entry, int64_t now, std::vector<TransferPtr>& ended) {
+void Rail::take_completion(const fi_cq_data_entry& entry, int64_t now, std::vector<PartPtr>& ended) {
     if (entry.flags & FI_REMOTE_CQ_DATA) {
         arrived_.push_back(static_cast<uint32_t>(entry.data));
         return;
@@ -207,7 +196,7 @@ void Lane::take_completion(const fi_cq_data_entry& entry, int64_t now, std::vect
     }
 }
 
-void Lane::confirm(uint64_t sequence, int64_t now, std::vector<TransferPtr>& ended) {
+void Rail::confirm(uint64_t sequence, int64_t now, std::vector<PartPtr>& ended) {
     confirmed_ = std::max(confirmed_, sequence);
     // Once something has failed nothing is known of those before it.
     while (!fault_ && !unconfirmed_.empty() && unconfirmed_.front()->sequence < confirmed_) {
@@ -216,14 +205,14 @@ void Lane::confirm(uint64_t sequence, int64_t now, std::vector<TransferPtr>& end
     }
 }
 
-void Lane::complete(Slot& slot, int64_t now, std::vector<TransferPtr>& ended) {
+void Rail::complete(Slot& slot, int64_t now, std::vector<PartPtr>& ended) {
     uint32_t layer = slot.layer;
-    TransferPtr transfer = free_slot(slot);
-    transfer->completed(layer, now);
-    if (transfer->finished()) ended.push_back(std::move(transfer));
+    PartPtr part = free_slot(slot);
+    part->completed(layer, now);
+    if (part->finished()) ended.push_back(std::move(part));
 }
 
-void Lane::take_error() {
+void Rail::take_error() {
     fi_cq_err_entry error{};
     if (fi_cq_readerr(queue_.get(), &error, 0) < 0) return;
     Slot* slot = slot_of(error.op_context);
@@ -233,35 +222,35 @@ void Lane::take_error() {
     if (slot == nullptr) return;
     if (!fault_) {
         fail(libfabric_fault("fi_writemsg", error.err, Status::refused));
-        if (!stream_broke(error.err)) culprit_ = slot->transfer;
+        if (!stream_broke(error.err)) culprit_ = slot->part;
     }
     if (slot->sequence <= failed_sequence_) {
         failed_sequence_ = slot->sequence;
-        failed_ = slot->transfer;
+        failed_ = slot->part;
     }
     free_slot(*slot)->dropped();
 }
 
-bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
+bool Rail::post(Stats& stats, std::vector<PartPtr>& ended) {
     bool moved = false;
     blocked_ = false;
     while (!runnable_.empty() && !free_.empty()) {
-        TransferPtr& transfer = runnable_.front();
-        std::optional<PageWrite> write = transfer->next();
-        if (write && !transfer->plan().source->open()) {
-            transfer->stop({Status::failed, "write", 0, "the source region was closed"});
-            if (transfer->finished()) ended.push_back(transfer);
+        PartPtr& part = runnable_.front();
+        std::optional<PageWrite> write = part->next();
+        if (write && !part->plan().source->open()) {
+            part->stop({Status::failed, "write", 0, "the source region was closed"});
+            if (part->finished()) ended.push_back(part);
             write.reset();
         }
         if (!write) {
-            transfer->queued = false;
+            part->queued = false;
             runnable_.pop_front();
             continue;
         }
         Slot& slot = *free_.back();
-        bool nothing_follows = free_.size() == 1 || (transfer->at_last() && runnable_.size() == 1);
+        bool nothing_follows = free_.size() == 1 || (part->at_last() && runnable_.size() == 1);
         slot.confirms = nothing_follows || sequence_ - asked_ >= nic_.provider().confirm_every();
-        long result = post_one(slot, *transfer, *write);
+        long result = post_one(slot, *part, *write);
         if (result == -FI_EAGAIN) {
             ++stats.retries;
             blocked_ = true;
@@ -272,23 +261,24 @@ bool Lane::post(Stats& stats, std::vector<TransferPtr>& ended) {
             return true;
         }
         free_.pop_back();
-        slot.transfer = transfer;
+        slot.part = part;
         slot.layer = write->layer;
         slot.sequence = sequence_++;
         if (slot.confirms) asked_ = slot.sequence;
         ++outstanding_;
         ++stats.posted;
-        transfer->posted();
+        stats.bytes += part->plan().run_bytes;
+        part->posted();
         moved = true;
     }
     return moved;
 }
 
-long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write) {
-    const WritePlan& plan = transfer.plan();
+long Rail::post_one(Slot& slot, const TransferPart& part, const PageWrite& write) {
+    const WritePlan& plan = part.plan();
     iovec local{write.source, plan.run_bytes};
     void* descriptor = local_descriptor(*plan.source);
-    fi_rma_iov remote{write.target, plan.run_bytes, plan.target.nics.front().key};
+    fi_rma_iov remote{write.target, plan.run_bytes, write.key};
     // An immediate alone names no memory, so that no key is needed and no range can be wrong.
     size_t pieces = plan.run_bytes > 0 ? 1 : 0;
     fi_msg_rma message{};
@@ -306,7 +296,7 @@ long Lane::post_one(Slot& slot, const Transfer& transfer, const PageWrite& write
 
 // For writes after which nothing was posted that asks, because their transfer was stopped: an empty write without an
 // immediate, which leaves no trace at the target.
-bool Lane::post_confirmation() {
+bool Rail::post_confirmation() {
     if (!runnable_.empty() || asked_ + 1 == sequence_ || confirmation_asks_ != 0) return false;
     fi_msg_rma message{};
     message.addr = peer_;
@@ -325,31 +315,31 @@ bool Lane::post_confirmation() {
     return true;
 }
 
-Lane::Slot* Lane::slot_of(void* context) {
+Rail::Slot* Rail::slot_of(void* context) {
     auto* slot = static_cast<Slot*>(context);
     bool ours = slot >= slots_.data() && slot < slots_.data() + slots_.size();
-    return ours && slot->transfer ? slot : nullptr;
+    return ours && slot->part ? slot : nullptr;
 }
 
-TransferPtr Lane::free_slot(Slot& slot) {
+PartPtr Rail::free_slot(Slot& slot) {
     --outstanding_;
     free_.push_back(&slot);
-    return std::move(slot.transfer);
+    return std::move(slot.part);
 }
 
-TransferPtr Lane::culprit() const {
+PartPtr Rail::culprit() const {
     if (culprit_ != nullptr) return culprit_;
     // A stream that broke cancels all its writes; they are executed in order, so the oldest is the one that broke it.
     uint64_t first = failed_sequence_;
-    TransferPtr transfer = failed_;
+    PartPtr part = failed_;
     for (const Slot& slot : slots_) {
-        if (!slot.transfer || slot.sequence > first) continue;
+        if (!slot.part || slot.sequence > first) continue;
         first = slot.sequence;
-        transfer = slot.transfer;
+        part = slot.part;
     }
-    return transfer;
+    return part;
 }
 
-void Lane::fail(Fault fault) { fault_ = std::move(fault); }
+void Rail::fail(Fault fault) { fault_ = std::move(fault); }
 
 }  // namespace kvmesh::fabric
