@@ -66,9 +66,10 @@ class InstanceSettings(Settings, frozen=True, kw_only=True):
         int, Meta(ge=0, description="CPU threads of each executor; 0: cores shared out among the local ones")
     ] = 0
     fabric: Annotated[str, Meta(description="tcp, shm (trusted peers on one host) or libfabric:<provider>")] = "tcp"
-    fabric_host: Annotated[str, Meta(description="address under which peers reach this instance's fabric")] = (
-        "127.0.0.1"
-    )
+    fabric_host: Annotated[
+        str,
+        Meta(description="address under which peers reach this instance's fabric; several, by commas: several NICs"),
+    ] = "127.0.0.1"
     step_timeout_s: Annotated[float, Meta(gt=0, description="a step that takes longer ends the instance, seconds")] = (
         120.0
     )
