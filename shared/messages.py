@@ -101,13 +101,27 @@ class Discover(msgspec.Struct, frozen=True, tag=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How a row's next token is drawn. `temperature` 0 is greedy. `seed` is always set (minted where the client gave
     none): the draw for position p is a pure function of (seed, p), so that it depends on no batch mate and survives a
-    retry. `top_k` None: no limit."""
+    retry. `top_k` None: no limit.
+
+    Before the draw, in this order: `logit_bias` is added; logits of tokens of prompt or output are divided (positive) or
+    multiplied (negative) by `repetition_penalty`; tokens of the output lose `frequency_penalty` for each time and
+    `presence_penalty` once. An output shorter than `min_tokens` gets none of its stop tokens."""
 
     temperature: float
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
     seed: int = 0
+    logit_bias: dict[int, float] = {}
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the draw depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):

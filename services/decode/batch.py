@@ -14,7 +14,7 @@ from services.decode.outbox import Outbox
 from services.decode.rank import DecodeRank
 from services.decode.scheduler import PlannedRow
 from services.decode.sequence import Outcome
-from shared.engine.pages import pack_pages
+from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.errors import AttemptFailed
 from shared.instance import Instance
@@ -112,12 +112,8 @@ class Batch:
 
     def _row(self, rank: DecodeRank, row: PlannedRow) -> Row:
         sequence = row.sequence
-        return Row(
-            tokens=sequence.tokens[row.start : row.end],
-            start=row.start,
-            pages=pack_pages(rank.pool.pages(sequence.attempt)),
-            sample=sequence.sampling if row.samples else None,
-        )
+        pages = pack_ints(rank.pool.pages(sequence.attempt))
+        return sequence.row(row.start, row.end, pages, samples=row.samples)
 
     def _measure(self, answers: Sequence[StepDone | StepError]) -> None:
         """A step takes as long as its slowest rank."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.engine.ints import pack_ints
+from shared.engine.protocol import Row
 from shared.messages import FinishReason, Generate, InstanceRef, Sampling
 
 
@@ -36,6 +38,22 @@ class Sequence:
             max_tokens=generate.max_tokens,
             stop_token_ids=frozenset(generate.stop_token_ids),
             deadline=now + generate.budget_s,
+        )
+
+    def row(self, start: int, end: int, pages: bytes, *, samples: bool) -> Row:
+        """Its positions [start, end) in a step. The tokens so far go along only where the draw looks at them."""
+        tokens = self.tokens[start:end]
+        if not samples:
+            return Row(tokens=tokens, start=start, pages=pages)
+        output = len(self.tokens) - self.prompt_tokens
+        return Row(
+            tokens=tokens,
+            start=start,
+            pages=pages,
+            sample=self.sampling,
+            history=pack_ints(self.tokens) if self.sampling.looks_back else b"",
+            prompt_tokens=self.prompt_tokens,
+            forbidden=list(self.stop_token_ids) if output < self.sampling.min_tokens else [],
         )
 
 

@@ -17,7 +17,7 @@ from services.prefill.spans import record_chunk, record_sent
 from shared import subjects
 from shared.bus import Message
 from shared.config import PrefillSettings
-from shared.engine.pages import pack_pages
+from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.errors import AttemptFailed, BusError, EngineError, FabricError, KvmeshError, MeshError
 from shared.instance import Instance
@@ -285,7 +285,7 @@ class PrefillService:
         return Row(
             tokens=part.job.prefill.tokens[part.start : part.end],
             start=part.start,
-            pages=pack_pages(self._pool.pages(part.job.attempt)),
+            pages=pack_ints(self._pool.pages(part.job.attempt)),
         )
 
     def _on_step_done(self, parts: list[ChunkPart], runs: list[Running], done: StepDone) -> None:

@@ -55,6 +55,11 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
     request_id: str | None = None
 
     # Harmless.
@@ -70,16 +75,11 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Not supported: see `NEUTRAL`.
     n: Any = None
     logprobs: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
     response_format: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
     echo: Any = None
     best_of: Any = None
     priority: Any = None
@@ -119,16 +119,11 @@ class CompletionRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "include_stop_str_in_output": (False,),
     "echo": (False,),
     "best_of": (1,),
     "priority": (0,),

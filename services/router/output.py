@@ -11,11 +11,12 @@ from shared.messages import FinishReason
 class Output:
     """The text of one choice as it grows."""
 
-    __slots__ = ("_detokenizer", "_stops", "tokens")
+    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "tokens")
 
     def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
         self._detokenizer = vocabulary.detokenizer()
-        self._stops = StopStrings(job.stops)
+        self._stops = StopStrings(job.stops, keep=job.keep_stop)
+        self._min_tokens = job.sampling.min_tokens if job.stops else 0
         self.tokens = 0
         """Tokens in; all that were generated, whether their text is out or not."""
 
@@ -26,8 +27,10 @@ class Output:
 
     def feed(self, tokens: list[int]) -> str:
         """The text that can go out now."""
+        free = tokens[: max(0, self._min_tokens - self.tokens)]
         self.tokens += len(tokens)
-        return self._stops.feed(self._detokenizer.feed(tokens))
+        early = self._detokenizer.feed(free) if free else ""  # a stop string does not count before `min_tokens`
+        return early + self._stops.feed(self._detokenizer.feed(tokens[len(free) :]))
 
     def flush(self) -> str:
         """The rest, after the last token."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text through until the first of `stops` is complete. No stops: everything passes at once."""
 
-    __slots__ = ("_held", "_longest", "_stops", "found")
+    __slots__ = ("_held", "_keep", "_longest", "_stops", "found")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string that is found stays in the text."""
+        self._stops, self._keep = tuple(stops), keep
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.found = False
@@ -31,7 +32,8 @@ class StopStrings:
         if complete:
             self.found = True
             self._held = ""
-            return whole[: min(complete)[1]]
+            end, start = min(complete)
+            return whole[: end if self._keep else start]
         keep = self._could_begin(whole)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep]

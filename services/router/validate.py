@@ -19,6 +19,8 @@ from shared.messages import Sampling
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
+MAX_BIASES = 1024
+MAX_REPETITION_PENALTY = 100
 
 R = TypeVar("R", bound=Common)
 
@@ -34,6 +36,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     max_tokens: int
     stops: tuple[str, ...]
+    keep_stop: bool
     stop_token_ids: list[int]
     stream: bool
     include_usage: bool
@@ -173,6 +176,7 @@ def check(request: Common, model: ServedModel) -> None:
         raise RequestError("stream_options is only for stream=true", param="stream_options")
     _check_ranges(request)
     _check_stops(request, model)
+    logit_bias(request, model.identity.vocab_size)
 
 
 _UNSUPPORTED: dict[type, tuple[str, ...]] = {
@@ -207,14 +211,18 @@ def _check_ranges(request: Common) -> None:
     _range("seed", request.seed, -(2**63), 2**63 - 1)
     _range("max_tokens", request.max_tokens, 1, 2**31 - 1)
     _range("max_completion_tokens", request.max_completion_tokens, 1, 2**31 - 1)
-    if request.min_tokens and not request.ignore_eos:
-        raise _unsupported("min_tokens", "min_tokens is only supported with ignore_eos=true")
+    _range("min_tokens", request.min_tokens, 0, 2**31 - 1)
+    _range("presence_penalty", request.presence_penalty, -2, 2)
+    _range("frequency_penalty", request.frequency_penalty, -2, 2)
+    _range("repetition_penalty", request.repetition_penalty, 0, MAX_REPETITION_PENALTY, above=True)
 
 
 def _range(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
     if value is not None and not (low < value <= high if above else low <= value <= high):
         takes = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-        raise RequestError(f"{name}={value}: takes a number {takes}", param=name, code="invalid_value")
+        raise RequestError(
+            f"{name}={value}: takes a number {takes}", param=name.partition(".")[0], code="invalid_value"
+        )
 
 
 def _check_stops(request: Common, model: ServedModel) -> None:
@@ -228,6 +236,19 @@ def _check_stops(request: Common, model: ServedModel) -> None:
     if len(tokens) > MAX_STOP_TOKENS or any(not 0 <= token < model.identity.vocab_size for token in tokens):
         takes = f"at most {MAX_STOP_TOKENS} ids from 0 to {model.identity.vocab_size - 1}"
         raise RequestError(f"stop_token_ids: takes {takes}", param="stop_token_ids")
+
+
+def logit_bias(request: Common, vocab_size: int) -> dict[int, float]:
+    """Token id → what is added to its logit. JSON's keys are text: decimal ids."""
+    given = request.logit_bias or {}
+    if len(given) > MAX_BIASES:
+        raise RequestError(f"logit_bias: takes at most {MAX_BIASES} tokens, not {len(given)}", param="logit_bias")
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and int(token) < vocab_size):
+            message = f"logit_bias: {token!r} is not a token id from 0 to {vocab_size - 1}"
+            raise RequestError(message, param="logit_bias", code="invalid_value")
+        _range(f"logit_bias.{token}", bias, -100, 100)
+    return {int(token): bias for token, bias in given.items()}
 
 
 def stop_strings(request: Common) -> tuple[str, ...]:
@@ -244,9 +265,10 @@ def plan(request: Common, tokens: list[int], model: ServedModel, limits: Limits)
         created=int(time.time()),
         model=model.name,
         tokens=tokens,
-        sampling=_sampling(request),
+        sampling=_sampling(request, model.identity.vocab_size),
         max_tokens=_max_tokens(request, len(tokens), limits, "messages" if chat else "prompt"),
         stops=stop_strings(request),
+        keep_stop=bool(request.include_stop_str_in_output),
         stop_token_ids=[*(() if request.ignore_eos else model.eos_token_ids), *(request.stop_token_ids or ())],
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage or options.continuous_usage_stats),
@@ -255,7 +277,7 @@ def plan(request: Common, tokens: list[int], model: ServedModel, limits: Limits)
     )
 
 
-def _sampling(request: Common) -> Sampling:
+def _sampling(request: Common, vocab_size: int) -> Sampling:
     seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
     return Sampling(
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -263,6 +285,11 @@ def _sampling(request: Common) -> Sampling:
         top_k=request.top_k if request.top_k is not None and request.top_k > 0 else None,
         min_p=request.min_p or 0.0,
         seed=seed,
+        logit_bias=logit_bias(request, vocab_size),
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        min_tokens=request.min_tokens or 0,
     )
 
 
@@ -281,6 +308,9 @@ def _max_tokens(request: Common, prompt: int, limits: Limits, param: str) -> int
         raise RequestError(message, param=param, code=code)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if request.min_tokens is not None and asked is not None and request.min_tokens > asked:
+        message = f"min_tokens={request.min_tokens} is more than {name}={asked}"
+        raise RequestError(message, param="min_tokens", code="invalid_value")
     if asked is None:
         return 16 if isinstance(request, CompletionRequest) else most - prompt
     if prompt + asked > most:

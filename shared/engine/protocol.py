@@ -62,6 +62,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     pages: bytes
     sample: Sampling | None = None
+    history: bytes = b""
+    """All tokens before the one that is drawn, int32 little-endian, where `sample.looks_back`; the first `prompt_tokens` of
+    them are the prompt."""
+    prompt_tokens: int = 0
+    forbidden: list[int] = []
+    """Tokens that cannot be drawn."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from shared.errors import RowsFailed
 from shared.layout import KvLayout
 from shared.models import _kernels
+from shared.models.adjust import adjust
 from shared.models.attention import BatchRow
 from shared.models.checkpoint import Checkpoint
 from shared.models.collective import Peers
@@ -135,6 +136,8 @@ class Model:
         samplings = [row.sample for row in rows if row.sample is not None]
         positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
         try:
+            for i, row_logits in zip(wanted, logits, strict=True):
+                adjust(row_logits, rows[i])
             tokens = sample(self._context, logits, samplings, positions)
         except ValueError as error:
             raise RowsFailed(str(error)) from None

@@ -32,6 +32,7 @@ def job(**fields: Any) -> Job:
         "sampling": Sampling(temperature=0.0),
         "max_tokens": 99,
         "stops": (),
+        "keep_stop": False,
         "stop_token_ids": [],
         "stream": True,
         "include_usage": False,
@@ -238,3 +239,15 @@ def test_a_whole_answer_is_cut_at_a_stop_string() -> None:
     body = msgspec.json.decode(answer.body(attempt()[0]))
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "hell", "refusal": None}
     assert body["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("split", [1, 3, 100])
+def test_a_stop_string_counts_from_min_tokens_on(split: int) -> None:
+    text = "ab STOP cd STOP ef"
+    asked = job(stream=False, stops=("STOP",), sampling=Sampling(temperature=0.0, min_tokens=len(ids("ab STOP c"))))
+    answer = WholeAnswer(asked, VOCABULARY)
+    tokens = ids(text)
+    for at in range(0, len(tokens), split):
+        answer.on_tokens(tokens[at : at + split])
+    said = json.loads(answer.body(attempt()[0]))
+    assert said["choices"][0]["message"]["content"] == "ab STOP cd "

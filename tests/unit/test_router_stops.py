@@ -78,3 +78,10 @@ def test_a_false_beginning_is_released() -> None:
     assert stop_strings.feed("b") == "\nb"
     assert stop_strings.feed("\n") == ""
     assert stop_strings.flush() == "\n"
+
+
+def test_a_stop_string_that_is_kept_ends_the_text() -> None:
+    for pieces in (["one END two"], ["one E", "ND two"], ["one ", "E", "N", "D", " two"]):
+        stops = StopStrings(["END"], keep=True)
+        assert "".join(stops.feed(piece) for piece in pieces) + stops.flush() == "one END"
+        assert stops.found

@@ -129,10 +129,6 @@ def test_a_field_that_is_not_supported_takes_null_and_what_changes_nothing(name:
         ("logprobs", True),
         ("logprobs", 0),
         ("top_logprobs", 3),
-        ("logit_bias", {"50256": -100}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.1),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
@@ -143,9 +139,7 @@ def test_a_field_that_is_not_supported_takes_null_and_what_changes_nothing(name:
         ("reasoning_effort", "high"),
         ("best_of", 2),
         ("echo", True),
-        ("min_tokens", 3),
         ("use_beam_search", True),
-        ("include_stop_str_in_output", True),
         ("skip_special_tokens", False),
         ("add_generation_prompt", False),
         ("continue_final_message", True),
@@ -164,9 +158,44 @@ def test_so_it_is_for_completions(name: str, value: Any) -> None:
     assert raised.value.param == name
 
 
-def test_min_tokens_says_nothing_beside_ignore_eos() -> None:
-    chat(min_tokens=5, ignore_eos=True)
-    chat(min_tokens=0)
+def test_what_changes_the_draw_comes_to_the_sampling() -> None:
+    job = chat(
+        logit_bias={"5": -100, "7": 2.5},
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.1,
+        min_tokens=3,
+        max_tokens=4,
+        include_stop_str_in_output=True,
+    )
+    sampling = job.sampling
+    assert sampling.logit_bias == {5: -100.0, 7: 2.5}
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.1)
+    assert (sampling.min_tokens, job.keep_stop) == (3, True)
+    plain = chat().sampling
+    assert not plain.looks_back
+    assert not plain.logit_bias
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"5": 100.5}}, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": [5]}, "logit_bias", "an object"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "from -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"min_tokens": -1}, "min_tokens", "from 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "more than max_tokens=4"),
+    ],
+)
+def test_what_cannot_change_the_draw_is_refused_by_name(fields: dict[str, Any], param: str, said: str) -> None:
+    error = rejected(**fields)
+    assert (error.status, error.param) == (400, param)
+    assert said in error.message
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:

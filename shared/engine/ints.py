@@ -1,4 +1,4 @@
-"""Page tables as they travel in a `Row`: int32, little-endian."""
+"""Page tables and tokens as they travel in a `Row`: int32, little-endian."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Iterable
 
 
-def pack_pages(pages: Iterable[int]) -> bytes:
-    """4 bytes a page."""
-    table = array("i", pages)
+def pack_ints(numbers: Iterable[int]) -> bytes:
+    """4 bytes each."""
+    table = array("i", numbers)
     if sys.byteorder == "big":
         table.byteswap()
     return table.tobytes()

@@ -1,0 +1,47 @@
+"""What a request does to its logits before a token is drawn: biases, penalties, tokens that cannot come. Row by row, so that a
+row depends on no other."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.messages import Sampling
+from shared.models.attention import BatchRow
+
+NEVER = np.float32(-1e30)
+"""The logit of a token that cannot be drawn: no bias or penalty comes near it, and softmax makes it zero."""
+
+
+def adjust(logits: npt.NDArray[np.float32], row: BatchRow) -> None:
+    """`logits` `[vocab]` of one row, in place. The rules are those of `messages.Sampling`. Raises `ValueError` for a token that
+    the vocabulary does not have."""
+    sampling = row.sample
+    assert sampling is not None, "a row that draws"
+    if sampling.logit_bias:
+        tokens = _tokens(list(sampling.logit_bias), logits.size, "logit_bias")
+        logits[tokens] += np.fromiter(sampling.logit_bias.values(), np.float32, len(tokens))
+    if sampling.looks_back:
+        _penalise(logits, sampling, np.frombuffer(row.history, "<i4"), row.prompt_tokens)
+    if row.forbidden:
+        logits[_tokens(row.forbidden, logits.size, "forbidden")] = NEVER
+
+
+def _penalise(
+    logits: npt.NDArray[np.float32], sampling: Sampling, history: npt.NDArray[np.int32], prompt_tokens: int
+) -> None:
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(history)
+        had, penalty = logits[seen], np.float32(sampling.repetition_penalty)
+        logits[seen] = np.where(had > 0, had / penalty, had * penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        output, times = np.unique(history[prompt_tokens:], return_counts=True)
+        logits[output] -= times.astype(np.float32) * np.float32(sampling.frequency_penalty)
+        logits[output] -= np.float32(sampling.presence_penalty)
+
+
+def _tokens(tokens: list[int], vocab: int, what: str) -> npt.NDArray[np.int64]:
+    found = np.array(tokens, np.int64)
+    if found.size and (found.min() < 0 or found.max() >= vocab):
+        raise ValueError(f"{what}: a token outside of 0 .. {vocab - 1}")
+    return found
