@@ -98,6 +98,14 @@ class Discover(msgspec.Struct, frozen=True, tag=True):
     """Router → every instance, on `subjects.DISCOVER`: announce yourself now."""
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities at temperature 1, before biases and penalties: of the token that was drawn, and of
+    the likeliest, in falling order."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How a row's next token is drawn. `temperature` 0 is greedy. `seed` is always set (minted where the client gave
     none): the draw for position p is a pure function of (seed, p), so that it depends on no batch mate and survives a
@@ -117,6 +125,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_tokens: int = 0
+    logprobs: int | None = None
+    """How many of the likeliest tokens come with each drawn one (`TokenLogprob`); None: no logarithms at all."""
 
     @property
     def looks_back(self) -> bool:
@@ -241,6 +251,8 @@ class Emit(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     retryable: bool = True
     timing: Timing | None = None
+    logprobs: list[TokenLogprob] = []
+    """One for each of `tokens`, where `Sampling.logprobs` asks for them."""
 
 
 class EmitBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -137,12 +137,14 @@ class Batch:
         sequence = outcome.sequence
         attempt = self._attempts.get(sequence.attempt)
         assert attempt is not None, "a sequence runs without its attempt"
+        asks = sequence.sampling.logprobs is not None
         emit = Emit(
             attempt=attempt.id,
             index=sequence.emitted,
             tokens=outcome.tokens,
             finish=outcome.finish,
             timing=None if sequence.emitted else self._timing(attempt, done),
+            logprobs=[done.logprobs[outcome.row] for _ in outcome.tokens] if done.logprobs and asks else [],
         )
         sequence.emitted += len(outcome.tokens)
         self._metrics.tokens.inc(len(outcome.tokens))

@@ -91,13 +91,13 @@ class DecodeScheduler:
         """What the step made of each row that is still wanted, in order. Sequences that ended have left, their pages free."""
         self._in_step = set()
         outcomes = []
-        for row, token in zip(rows, sampled, strict=True):
+        for i, (row, token) in enumerate(zip(rows, sampled, strict=True)):
             if row.sequence.cancelled:
                 self._drop(row.sequence)
                 continue
             row.sequence.computed = row.end
             if token is not None:
-                outcomes.append(self._take_token(row.sequence, token))
+                outcomes.append(self._take_token(row.sequence, token, i))
         return outcomes
 
     def fail(self, rows: list[PlannedRow]) -> list[Sequence]:
@@ -107,8 +107,8 @@ class DecodeScheduler:
             self._drop(row.sequence)
         return [row.sequence for row in rows if not row.sequence.cancelled]
 
-    def _take_token(self, sequence: Sequence, token: int) -> Outcome:
-        outcome = Outcome(sequence)
+    def _take_token(self, sequence: Sequence, token: int, row: int) -> Outcome:
+        outcome = Outcome(sequence, row=row)
         if token in sequence.stop_token_ids:
             outcome.finish = "stop"
         else:

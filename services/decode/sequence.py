@@ -64,3 +64,5 @@ class Outcome:
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    row: int = 0
+    """Of the step."""

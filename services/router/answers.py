@@ -10,8 +10,10 @@ import msgspec
 from services.router.attempts import Attempt
 from services.router.chunks import Chunks, whole
 from services.router.detokenize import Vocabulary
+from services.router.logprobs import Logprobs
 from services.router.output import Output
 from services.router.validate import Job
+from shared.messages import TokenLogprob
 from shared.web import sse
 from shared.web.sse import EventStream
 
@@ -34,6 +36,7 @@ class WholeAnswer:
 
     def reset(self) -> None:
         self._output = Output(self._job, self._vocabulary)
+        self._logprobs = Logprobs(self._job, self._vocabulary)
         self._pieces: list[str] = []
         self._tokens: list[int] = []
 
@@ -46,9 +49,10 @@ class WholeAnswer:
         """Of the output so far."""
         return self._output.tokens
 
-    def on_tokens(self, tokens: list[int]) -> bool:
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> bool:
         if self.stopped:
             return True
+        self._logprobs.feed(tokens, logprobs)
         self._pieces.append(self._output.feed(tokens))
         if self._job.return_token_ids:
             self._tokens += tokens
@@ -61,7 +65,8 @@ class WholeAnswer:
         """The answer, once the attempt has run to its end."""
         self._pieces.append(self._output.flush())
         reason = self._output.reason(attempt.finish)
-        return whole(self._job, "".join(self._pieces), reason, self._output.tokens, self._tokens)
+        text, logprobs = "".join(self._pieces), self._logprobs.take()
+        return whole(self._job, text, reason, self._output.tokens, self._tokens, logprobs)
 
 
 class StreamedAnswer:
@@ -75,6 +80,7 @@ class StreamedAnswer:
 
     def reset(self) -> None:
         self._output = Output(self._job, self._vocabulary)
+        self._logprobs = Logprobs(self._job, self._vocabulary)
         self._waiting: list[int] = []
         self._unsent: list[int] = []
 
@@ -91,9 +97,10 @@ class StreamedAnswer:
         """Of the output so far."""
         return self._output.tokens
 
-    def on_tokens(self, tokens: list[int]) -> bool:
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> bool:
         if self._output.stopped:
             return True
+        self._logprobs.feed(tokens, logprobs)
         events = self.events
         if events is None or self._waiting or events.backlog > _BACKLOG_BYTES:
             self._waiting += tokens
@@ -114,7 +121,9 @@ class StreamedAnswer:
         """The last text, the reason, the usage where asked for, and `[DONE]`, which nothing follows."""
         assert self.events is not None, "a finished attempt has been advanced"
         reason = self._output.reason(attempt.finish)
-        last = self._chunks.last(self._output.flush(), self._take_unsent(), reason, self._output.tokens)
+        last = self._chunks.last(
+            self._output.flush(), self._take_unsent(), reason, self._output.tokens, self._logprobs.take()
+        )
         await self.events.close(last + sse.DONE)
 
     async def fail(self, error: msgspec.Struct) -> None:
@@ -127,7 +136,9 @@ class StreamedAnswer:
         text = self._output.feed(tokens)
         if self._job.return_token_ids:
             self._unsent += tokens
-        return self._chunks.text(text, self._take_unsent(), self._output.tokens) if text else b""
+        if not text:
+            return b""
+        return self._chunks.text(text, self._take_unsent(), self._output.tokens, self._logprobs.take())
 
     def _take_waiting(self) -> list[int]:
         waiting, self._waiting = self._waiting, []

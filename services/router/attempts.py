@@ -13,7 +13,7 @@ from typing import Protocol
 
 from services.router.dispatch import Pair, prefilled, taken
 from shared.errors import AttemptFailed
-from shared.messages import Emit, EmitBatch, FinishReason, InstanceRef, StreamStatus, Timing
+from shared.messages import Emit, EmitBatch, FinishReason, InstanceRef, StreamStatus, Timing, TokenLogprob
 
 PREFILL_STAGES = frozenset({"prefill", "transfer"})
 """Stages whose failure is the prefiller's."""
@@ -25,7 +25,9 @@ STAGES = PREFILL_STAGES | {"decode", "decoder", "decode step", "waiting for KV"}
 class Listener(Protocol):
     """Whoever owns an attempt. Called synchronously; must not raise."""
 
-    def on_tokens(self, tokens: list[int]) -> None: ...
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> None:
+        """`logprobs`: one a token, or none at all."""
+        ...
 
     def on_end(self) -> None:
         """`finish` or `failure` is set now."""
@@ -93,12 +95,17 @@ class Attempt:
             lost = emit.index - self.received
             self.fail(AttemptFailed("stream", f"{lost} token(s) were lost on the way", retryable=True))
             return
-        fresh = emit.tokens[self.received - emit.index :] if emit.index < self.received else emit.tokens
+        if emit.logprobs and len(emit.logprobs) != len(emit.tokens):
+            what = f"{len(emit.logprobs)} log-probabilities for {len(emit.tokens)} tokens"
+            self.fail(AttemptFailed("stream", what, retryable=True))
+            return
+        known = self.received - emit.index
+        fresh = emit.tokens[known:]
         if fresh:
             if not self.received:
                 prefilled(self.pair, self.id)
             self.received += len(fresh)
-            self.listener.on_tokens(fresh)
+            self.listener.on_tokens(fresh, emit.logprobs[known:])
         if emit.error is not None:
             self.settled = True
             self.fail(_as_told(emit.error, emit.retryable))

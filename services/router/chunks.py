@@ -18,13 +18,20 @@ def usage_of(job: Job, completion_tokens: int) -> Usage:
     return Usage(prompt, completion_tokens, prompt + completion_tokens)
 
 
-def whole(job: Job, text: str, reason: FinishReason, completion_tokens: int, token_ids: list[int]) -> bytes:
+def whole(
+    job: Job,
+    text: str,
+    reason: FinishReason,
+    completion_tokens: int,
+    token_ids: list[int],
+    logprobs: dict[str, Any] | None = None,
+) -> bytes:
     """The body of an answer that is not streamed."""
     chat = job.kind == "chat"
     content: dict[str, Any] = (
         {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
     )
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+    choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
     body: dict[str, Any] = {
         "id": job.id,
         "object": "chat.completion" if chat else "text_completion",
@@ -57,25 +64,41 @@ class Chunks:
     def first(self) -> bytes:
         """What comes before the first text: the role (chat)."""
         if self._chat:
-            return self._chunk(b'"delta":{"role":"assistant","content":""}', [], b"null", 0)
+            return self._chunk(b'"delta":{"role":"assistant","content":""}', [], b"null", 0, None)
         return b""
 
-    def text(self, text: str, token_ids: list[int], completion_tokens: int) -> bytes:
+    def text(
+        self, text: str, token_ids: list[int], completion_tokens: int, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
         """A piece of the output. `completion_tokens` counts all so far, these included."""
         piece = b'"delta":{"content":' + _json(text) + b"}" if self._chat else b'"text":' + _json(text)
-        return self._chunk(piece, token_ids, b"null", completion_tokens)
+        return self._chunk(piece, token_ids, b"null", completion_tokens, logprobs)
 
-    def last(self, text: str, token_ids: list[int], reason: FinishReason, completion_tokens: int) -> bytes:
+    def last(
+        self,
+        text: str,
+        token_ids: list[int],
+        reason: FinishReason,
+        completion_tokens: int,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
         """The rest of the text, the reason, and the usage chunk where it was asked for; not `[DONE]`."""
         rest = self.text(text, [], completion_tokens) if text and self._chat else b""
         piece = b'"delta":{}' if self._chat else b'"text":' + _json(text)
-        end = self._chunk(piece, token_ids, b'"' + reason.encode() + b'"', completion_tokens)
+        end = self._chunk(piece, token_ids, b'"' + reason.encode() + b'"', completion_tokens, logprobs)
         return rest + end + (self._usage_chunk(completion_tokens) if self._usage else b"")
 
     def _usage_chunk(self, completion_tokens: int) -> bytes:
         return self._head + b'],"usage":' + _json(usage_of(self._job, completion_tokens)) + b"}\n\n"
 
-    def _chunk(self, piece: bytes, token_ids: list[int], reason: bytes, completion_tokens: int) -> bytes:
+    def _chunk(
+        self,
+        piece: bytes,
+        token_ids: list[int],
+        reason: bytes,
+        completion_tokens: int,
+        logprobs: dict[str, Any] | None,
+    ) -> bytes:
         head, tail, ids = self._head, self._tail, b""
         if self._job.return_token_ids:
             ids = b',"token_ids":' + _json(token_ids)
@@ -86,4 +109,5 @@ class Chunks:
         if self._job.continuous_usage:
             usage = _json(usage_of(self._job, completion_tokens))
             tail = tail.replace(b'"usage":null', b'"usage":' + usage)
-        return b'%b{"index":0,%b,"logprobs":null,"finish_reason":%b%b}]%b' % (head, piece, reason, ids, tail)
+        known = b"null" if logprobs is None else _json(logprobs)
+        return b'%b{"index":0,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (head, piece, known, reason, ids, tail)

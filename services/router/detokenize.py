@@ -49,6 +49,18 @@ class Vocabulary:
             known = self._bytes[token] = self._look_up(token)
         return known
 
+    def spelled(self, token: int) -> tuple[str, bytes]:
+        """A token by itself: its text, or its bytes spelled out where they are no whole characters, and its bytes. A special
+        token goes by its name. Raises nothing for an id that the tokenizer does not have: it has no bytes."""
+        name = self.tokenizer.id_to_token(token) or ""
+        if token in self.special or not name:
+            return name, name.encode()
+        raw = self.bytes_of(token) if self.byte_level else _piece_bytes(name)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
     def open_ended(self, token: int) -> bool:
         """Whether the token is one raw byte of a byte-fallback tokenizer: what it means depends on what follows."""
         return _BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
@@ -61,6 +73,13 @@ class Vocabulary:
             return bytes([self._alphabet[character] for character in text])
         except KeyError:
             return text.encode()
+
+
+def _piece_bytes(name: str) -> bytes:
+    """Of a piece of SentencePiece's."""
+    if _BYTE_TOKEN.fullmatch(name):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\u2581", " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -74,7 +74,6 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # Not supported: see `NEUTRAL`.
     n: Any = None
-    logprobs: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
     response_format: Any = None
@@ -89,6 +88,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     parallel_tool_calls: Any = None
@@ -98,7 +99,6 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    top_logprobs: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
@@ -112,13 +112,13 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class CompletionRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[Any]
     """Text, token ids, or a list that holds one of these."""
+    logprobs: int | None = None
     suffix: Any = None
     special_tokens: bool | None = msgspec.field(default=None, name="add_special_tokens")
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "logprobs": (False,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
@@ -133,7 +133,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),

@@ -24,7 +24,7 @@ from services.router.validate import Job
 from shared.bus import Bus
 from shared.config import RouterSettings
 from shared.errors import AttemptFailed, BusError, NobodyListens, Refused, RequestError
-from shared.messages import Generate, InstanceRef, RefusedReply, Reply
+from shared.messages import Generate, InstanceRef, RefusedReply, Reply, TokenLogprob
 from shared.subjects import inbox
 from shared.telemetry import traces
 
@@ -55,7 +55,7 @@ class Consumer(Protocol):
 
     def reset(self) -> None: ...
 
-    def on_tokens(self, tokens: list[int]) -> bool:
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> bool:
         """Takes tokens in the turn in which they came. True: the request's task is wanted, for `advance`, or because no
         more tokens are."""
         ...
@@ -88,14 +88,14 @@ class Request:
         self.first_at = None
         self.consumer.reset()
 
-    def on_tokens(self, tokens: list[int]) -> None:
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> None:
         now = time.monotonic()
         if self.first_at is None:
             self.first_at = now
         else:
             self._metrics.itl.observe((now - self.last_at) / len(tokens))
         self.last_at = now
-        if self.consumer.on_tokens(tokens):
+        if self.consumer.on_tokens(tokens, logprobs):
             self.wanted.set()
 
     def on_end(self) -> None:

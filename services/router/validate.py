@@ -19,6 +19,7 @@ from shared.messages import Sampling
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_REPETITION_PENALTY = 100
 
@@ -170,13 +171,12 @@ def check(request: Common, model: ServedModel) -> None:
     values = attrgetter(*names)(request)
     if values.count(None) < len(values):
         _check_neutral(dict(zip(names, values, strict=True)))
-    if isinstance(request, CompletionRequest) and request.logprobs is not None:
-        raise _unsupported("logprobs", "logprobs is not supported")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only for stream=true", param="stream_options")
     _check_ranges(request)
     _check_stops(request, model)
     logit_bias(request, model.identity.vocab_size)
+    logprobs(request)
 
 
 _UNSUPPORTED: dict[type, tuple[str, ...]] = {
@@ -251,6 +251,18 @@ def logit_bias(request: Common, vocab_size: int) -> dict[int, float]:
     return {int(token): bias for token, bias in given.items()}
 
 
+def logprobs(request: Common) -> int | None:
+    """How many of the likeliest tokens to name with each; None: no log-probabilities."""
+    if isinstance(request, CompletionRequest):
+        _range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+        return request.logprobs
+    assert isinstance(request, ChatRequest)
+    _range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs is only for logprobs=true", param="top_logprobs", code="invalid_value")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
 def stop_strings(request: Common) -> tuple[str, ...]:
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
 
@@ -290,6 +302,7 @@ def _sampling(request: Common, vocab_size: int) -> Sampling:
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
         min_tokens=request.min_tokens or 0,
+        logprobs=logprobs(request),
     )
 
 

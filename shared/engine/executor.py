@@ -51,7 +51,7 @@ class Runner:
     def run(self, step: Step) -> StepDone | StepError:
         begin_ns = time.monotonic_ns()
         try:
-            sampled = self.model.step(step.rows, self._advance if step.signal and self._leads else None)
+            drawn = self.model.draw(step.rows, self._advance if step.signal and self._leads else None)
         except RowsFailed as error:
             return StepError(step=step.step, detail=str(error), counter=self.counter.value)
         except Exception as error:
@@ -60,7 +60,14 @@ class Runner:
             detail = "".join(traceback.format_exception(error))
             return StepError(step=step.step, detail=detail, counter=self.counter.value)
         end_ns = time.monotonic_ns()
-        return StepDone(step=step.step, sampled=sampled, begin_ns=begin_ns, end_ns=end_ns, counter=self.counter.value)
+        return StepDone(
+            step=step.step,
+            sampled=drawn.tokens,
+            begin_ns=begin_ns,
+            end_ns=end_ns,
+            counter=self.counter.value,
+            logprobs=drawn.logprobs,
+        )
 
     def _advance(self) -> None:
         self.counter.advance()

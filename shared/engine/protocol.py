@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.layout import KvLayout
-from shared.messages import Sampling
+from shared.messages import Sampling, TokenLogprob
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,14 +79,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`sampled[i]` is row i's token, None where it asked for none. `begin_ns`, `end_ns`: CLOCK_MONOTONIC around the
-    forward. `counter`: the layer counter after it."""
+    """`sampled[i]` is row i's token, None where it asked for none; `logprobs` has those of the rows that asked for them, by
+    row. `begin_ns`, `end_ns`: CLOCK_MONOTONIC around the forward. `counter`: the layer counter after it."""
 
     step: int
     sampled: list[int | None]
     begin_ns: int
     end_ns: int
     counter: int
+    logprobs: dict[int, TokenLogprob] = {}
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True, tag=True):

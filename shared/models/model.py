@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from shared.errors import RowsFailed
 from shared.layout import KvLayout
+from shared.messages import TokenLogprob
 from shared.models import _kernels
 from shared.models.adjust import adjust
 from shared.models.attention import BatchRow
@@ -20,6 +21,7 @@ from shared.models.collective import Peers
 from shared.models.config import ModelConfig, WeightsDtype, load_config
 from shared.models.cpu import CpuAttention, CpuCache, Floats, Workspace
 from shared.models.loader import Loader
+from shared.models.logprobs import Distribution
 from shared.models.sampling import sample
 from shared.models.shard import shard_of
 from shared.models.weights import Weights
@@ -33,6 +35,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     purpose: Literal["prefill", "decode", "mixed"] = "mixed"
     isa: str = "auto"
+
+
+class Draws(NamedTuple):
+    """`tokens`: for each row, None where none was asked for or another rank draws. `logprobs`: by row, where asked for."""
+
+    tokens: list[int | None]
+    logprobs: dict[int, TokenLogprob]
 
 
 class Model:
@@ -75,6 +84,10 @@ class Model:
         return self._attention.name
 
     def step(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> list[int | None]:
+        """The tokens of `draw`."""
+        return self.draw(rows, after_attention).tokens
+
+    def draw(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> Draws:
         """One forward over `rows`: their K and V are written, and a token is drawn for each row that asks for one.
 
         `after_attention` is called once a layer, when the tensor parallel group has written the layer's K and V. Only its
@@ -89,7 +102,7 @@ class Model:
             raise RowsFailed(str(error)) from None
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
         x = self._run(tokens, after_attention, fill_only=not wanted)
-        return self._drawn(rows, wanted, x)
+        return self._drawn(rows, wanted, x) if wanted else Draws([None] * len(rows), {})
 
     def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
         """`[tokens, vocab]`: the logits after every token of the rows, in a tensor parallel group's rank 0; the others take
@@ -124,17 +137,20 @@ class Model:
         if self._shares_experts:
             self._run(self._plan([]), None, fill_only=False)
 
-    def _drawn(self, rows: Sequence[BatchRow], wanted: Sequence[int], x: Floats) -> list[int | None]:
-        """A token for each row that is `wanted`, out of the hidden states of all rows' tokens; where this rank draws."""
-        sampled: list[int | None] = [None] * len(rows)
-        if not wanted:
-            return sampled
+    def _drawn(self, rows: Sequence[BatchRow], wanted: Sequence[int], x: Floats) -> Draws:
+        """For each row that is `wanted`, out of the hidden states of all rows' tokens; where this rank draws."""
+        draws = Draws([None] * len(rows), {})
         ends = np.cumsum([len(row.tokens) for row in rows])
         logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
         if not self._draws:
-            return sampled
-        samplings = [row.sample for row in rows if row.sample is not None]
+            return draws
+        samplings = [sampling for row in rows if (sampling := row.sample) is not None]
         positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
+        known = {
+            i: Distribution(at, s.logprobs)
+            for i, at, s in zip(wanted, logits, samplings, strict=True)
+            if s.logprobs is not None
+        }
         try:
             for i, row_logits in zip(wanted, logits, strict=True):
                 adjust(row_logits, rows[i])
@@ -142,8 +158,10 @@ class Model:
         except ValueError as error:
             raise RowsFailed(str(error)) from None
         for i, token in zip(wanted, tokens, strict=True):
-            sampled[i] = token
-        return sampled
+            draws.tokens[i] = token
+            if i in known:
+                draws.logprobs[i] = known[i].of(token)
+        return draws
 
 
 def _check_layout(config: ModelConfig, layout: KvLayout) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row
@@ -117,3 +118,28 @@ async def test_a_bias_for_no_token_is_refused_before_it_meets_others(directory: 
         answer = await router.send(router.generate(decode, prefill.announce, prompt(9, 0), sampling=sampling))
         assert isinstance(answer, RefusedReply)
         assert (answer.code, answer.retryable) == ("invalid", False)
+
+
+@pytest.mark.parametrize("top", [0, 4])
+async def test_log_probabilities_are_those_of_the_logits_before_anything_else(directory: Path, top: int) -> None:
+    tokens = prompt(9, 0)
+    sampling = Sampling(temperature=0.7, seed=3, top_k=50, repetition_penalty=1.3, logit_bias={5: 3.0}, logprobs=top)
+    async with mesh(real_fabric, ModelEngine(directory, page_size=PAGE)) as nodes:
+        router = await nodes.router()
+        prefill, decode = await nodes.prefiller(), await nodes.decoder()
+        generate = router.generate(decode, prefill.announce, tokens, sampling=sampling, max_tokens=5)
+        other = router.generate(decode, prefill.announce, prompt(12, 1), max_tokens=5)
+        await router.start(other)
+        await router.start(generate)
+        output = await router.result(generate)
+        await router.result(other)
+    known = [one for emit in router.emits[generate.attempt] for one in emit.logprobs]
+    assert not any(emit.logprobs for emit in router.emits[other.attempt])
+    whole = Whole(directory, WholeConfig(page_size=PAGE, kv_tokens=1024))
+    (pages,) = whole.page_tables([64])
+    logits = whole.model.all_logits([Row(tokens=tokens + output[:-1], start=0, pages=pages)])[len(tokens) - 1 :]
+    wanted = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+    assert len(known) == len(output) == 5
+    for i, (token, one) in enumerate(zip(output, known, strict=True)):
+        assert one.logprob == pytest.approx(float(wanted[i, token]), abs=1e-3)
+        assert [token for token, _ in one.top] == wanted[i].topk(top).indices.tolist()

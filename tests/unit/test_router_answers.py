@@ -94,7 +94,7 @@ def deltas(wire: Wire) -> str:
 async def play(answer: StreamedAnswer, at: Attempt, pieces: list[list[int]], finish: str = "stop") -> None:
     """As the relay does: the task advances when it is wanted."""
     for piece in pieces:
-        if answer.on_tokens(piece) and not answer.stopped:
+        if answer.on_tokens(piece, []) and not answer.stopped:
             await answer.advance(at)
     at.finish = finish  # type: ignore[assignment]
     await answer.advance(at)
@@ -149,9 +149,9 @@ async def test_continuous_usage_counts_along() -> None:
 async def test_a_stop_string_ends_the_text_and_asks_for_the_task() -> None:
     answer, wire, at = streamed(stops=("wor",))
     pieces = [[token] for token in ids("hello, world")]
-    wanted = [answer.on_tokens(piece) for piece in pieces[:1]]
+    wanted = [answer.on_tokens(piece, []) for piece in pieces[:1]]
     await answer.advance(at)
-    wanted += [answer.on_tokens(piece) for piece in pieces[1:]]
+    wanted += [answer.on_tokens(piece, []) for piece in pieces[1:]]
     assert answer.stopped
     assert wanted[-1]
     await answer.finish(at)
@@ -169,12 +169,12 @@ async def test_half_a_character_and_half_a_stop_string_are_held_and_then_release
 async def test_a_slow_clients_tokens_wait_as_tokens_and_all_arrive() -> None:
     answer, wire, at = streamed()
     pieces = [[token] for token in ids("the quick brown fox jumps")]
-    assert answer.on_tokens(pieces[0])
+    assert answer.on_tokens(pieces[0], [])
     await answer.advance(at)
     sent = len(wire.sent)
     wire.backlog = 1 << 20
     for piece in pieces[1:]:
-        assert answer.on_tokens(piece), "the task must come and wait for the client"
+        assert answer.on_tokens(piece, []), "the task must come and wait for the client"
     assert len(wire.sent) == sent
     at.finish = "stop"
     await answer.advance(at)
@@ -185,7 +185,7 @@ async def test_a_slow_clients_tokens_wait_as_tokens_and_all_arrive() -> None:
 
 async def test_another_attempt_starts_from_nothing() -> None:
     answer, wire, at = streamed()
-    answer.on_tokens(ids("wrong"))
+    answer.on_tokens(ids("wrong"), [])
     assert not answer.begun
     answer.reset()
     await play(answer, at, [ids("right")])
@@ -194,7 +194,7 @@ async def test_another_attempt_starts_from_nothing() -> None:
 
 async def test_an_error_is_an_event_and_no_done_follows() -> None:
     answer, wire, at = streamed()
-    answer.on_tokens(ids("hel"))
+    answer.on_tokens(ids("hel"), [])
     await answer.advance(at)
     assert answer.begun
     await answer.fail(ErrorBody(ErrorDetail(message="m", type="server_error")))
@@ -221,7 +221,7 @@ def test_a_whole_answer_holds_any_text(text: str, kind: Any, ask_ids: bool) -> N
     answer = WholeAnswer(job(kind=kind, return_token_ids=ask_ids), VOCABULARY)
     tokens = ids(text)
     for token in tokens:
-        assert not answer.on_tokens([token])
+        assert not answer.on_tokens([token], [])
     at = attempt()[0]
     at.finish = "length"
     body = msgspec.json.decode(answer.body(at))
@@ -234,7 +234,7 @@ def test_a_whole_answer_holds_any_text(text: str, kind: Any, ask_ids: bool) -> N
 
 def test_a_whole_answer_is_cut_at_a_stop_string() -> None:
     answer = WholeAnswer(job(stops=("o, w",)), VOCABULARY)
-    wanted = [answer.on_tokens([token]) for token in ids("hello, world")]
+    wanted = [answer.on_tokens([token], []) for token in ids("hello, world")]
     assert wanted[-1]
     body = msgspec.json.decode(answer.body(attempt()[0]))
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "hell", "refusal": None}
@@ -248,6 +248,6 @@ def test_a_stop_string_counts_from_min_tokens_on(split: int) -> None:
     answer = WholeAnswer(asked, VOCABULARY)
     tokens = ids(text)
     for at in range(0, len(tokens), split):
-        answer.on_tokens(tokens[at : at + split])
+        answer.on_tokens(tokens[at : at + split], [])
     said = json.loads(answer.body(attempt()[0]))
     assert said["choices"][0]["message"]["content"] == "ab STOP cd "

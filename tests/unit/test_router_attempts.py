@@ -9,7 +9,7 @@ from services.router import dispatch
 from services.router.attempts import Attempt, AttemptTable
 from services.router.dispatch import Pair
 from services.router.registry import Instance
-from shared.messages import Emit, EmitBatch, InstanceRef, StreamStatus, Timing
+from shared.messages import Emit, EmitBatch, InstanceRef, StreamStatus, Timing, TokenLogprob
 from tests.fake_mesh import announcement
 
 ROUTER = InstanceRef("r", 1)
@@ -22,7 +22,7 @@ class Ear:
         self.tokens: list[int] = []
         self.ends = 0
 
-    def on_tokens(self, tokens: list[int]) -> None:
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> None:
         assert tokens
         self.tokens += tokens
 

@@ -126,9 +126,6 @@ def test_a_field_that_is_not_supported_takes_null_and_what_changes_nothing(name:
     ("name", "value"),
     [
         ("n", 2),
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 3),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
@@ -151,7 +148,7 @@ def test_a_field_that_would_change_the_meaning_is_refused_by_name(name: str, val
     assert name in error.message
 
 
-@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("logprobs", 0), ("logprobs", 5), ("echo", True)])
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("echo", True)])
 def test_so_it_is_for_completions(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as raised:
         completion(**{name: value})
@@ -189,6 +186,9 @@ def test_what_changes_the_draw_comes_to_the_sampling() -> None:
         ({"frequency_penalty": -2.1}, "frequency_penalty", "from -2 to 2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
         ({"min_tokens": -1}, "min_tokens", "from 0"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "only for logprobs=true"),
+        ({"logprobs": 3}, "logprobs", "true or false"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "more than max_tokens=4"),
     ],
 )
@@ -196,6 +196,18 @@ def test_what_cannot_change_the_draw_is_refused_by_name(fields: dict[str, Any], 
     error = rejected(**fields)
     assert (error.status, error.param) == (400, param)
     assert said in error.message
+
+
+def test_log_probabilities_in_both_forms() -> None:
+    assert chat().sampling.logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
+    assert completion().sampling.logprobs is None
+    assert completion(logprobs=0).sampling.logprobs == 0
+    assert completion(logprobs=5).sampling.logprobs == 5
+    with pytest.raises(RequestError, match="logprobs"):
+        completion(logprobs=21)
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:

@@ -17,7 +17,7 @@ from services.router.main import drain, running
 from services.router.relay import Request
 from services.router.validate import Job
 from shared.config import RouterSettings
-from shared.messages import Accepted, Generate, Load
+from shared.messages import Accepted, Generate, Load, TokenLogprob
 from tests.broker import Broker
 from tests.fake_mesh import LAYOUT, FakeDecoder, accepting, fake_mesh, refusing, saying, silent
 from tests.front import HI, Front, events, front, ids, text_of
@@ -70,7 +70,7 @@ class Quiet:
     def reset(self) -> None:
         self.tokens = 0
 
-    def on_tokens(self, tokens: list[int]) -> bool:
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> bool:
         self.tokens += len(tokens)
         return True
 

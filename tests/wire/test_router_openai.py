@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import openai
 import pytest
 
-from shared.messages import Generate
+from shared.messages import Generate, TokenLogprob
 from tests.broker import Broker
 from tests.fake_mesh import FakeDecoder, refusing, saying
 from tests.front import Front, front, ids
@@ -125,3 +126,39 @@ async def test_a_busy_mesh_raises_rate_limit(nats: Broker) -> None:
             with pytest.raises(openai.RateLimitError) as raised:
                 await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
         assert int(raised.value.response.headers["retry-after"]) >= 1
+
+
+def sure(*tokens: int) -> Callable[[FakeDecoder, Generate], Awaitable[None]]:
+    """Emits the tokens one by one, each with what was asked of its likeliest."""
+
+    async def script(decoder: FakeDecoder, generate: Generate) -> None:
+        top = generate.sampling.logprobs
+        assert top is not None
+        for i, token in enumerate(tokens):
+            known = TokenLogprob(-0.5, [(token, -0.5), (7, -2.0), (8, -3.0)][:top])
+            await decoder.emit(generate, i, [token], logprobs=[known])
+        await decoder.emit(generate, len(tokens), [], finish="length")
+
+    return script
+
+
+async def test_log_probabilities_in_the_clients_types(nats: Broker) -> None:
+    tokens = ids(TEXT)
+    async with front(nats) as router:
+        await router.mesh.decoder(sure(*tokens))
+        await router.mesh.prefiller()
+        await router.until_ready(2)
+        async with router.openai() as client:
+            asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+            whole = await client.chat.completions.create(**asked)
+            stream = await client.chat.completions.create(**asked, stream=True)
+            chunks = [chunk async for chunk in stream]
+            plain = await client.completions.create(model="tiny", prompt="hi", logprobs=1)
+    assert whole.choices[0].logprobs is not None
+    content = whole.choices[0].logprobs.content or []
+    assert bytes(b for one in content for b in one.bytes or []).decode() == TEXT
+    assert {len(one.top_logprobs) for one in content} == {2}
+    streamed = [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content or []]
+    assert streamed == content
+    assert plain.choices[0].logprobs is not None
+    assert plain.choices[0].logprobs.token_logprobs == [-0.5] * len(tokens)
