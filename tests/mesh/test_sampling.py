@@ -72,7 +72,7 @@ async def test_each_request_draws_as_if_alone(directory: Path) -> None:
     async with mesh(real_fabric, ModelEngine(directory, page_size=PAGE)) as nodes:
         router = await nodes.router()
         prefill = await nodes.prefiller(pages=128)
-        roomy, tight = await nodes.decoder("roomy", pages=256), await nodes.decoder("tight", pages=26)
+        roomy, tight = await nodes.decoder("roomy", pages=256), await nodes.decoder("tight", pages=22)
 
         async def run(decoder: Any, tokens: list[int], sampling: Sampling) -> list[int]:
             return await router.run(decoder, prefill.announce, tokens, sampling=sampling, max_tokens=MAX_TOKENS)
@@ -81,8 +81,8 @@ async def test_each_request_draws_as_if_alone(directory: Path) -> None:
         together = await asyncio.gather(*(run(roomy, *one) for one in asked))
         preempted = [
             found
-            for at in range(0, len(asked), 4)
-            for found in await asyncio.gather(*(run(tight, *o) for o in asked[at : at + 4]))
+            for at in range(0, len(asked), 5)
+            for found in await asyncio.gather(*(run(tight, *o) for o in asked[at : at + 5]))
         ]
         assert tight.service.ranks[0].scheduler.preempted > 0
     assert alone == expected
