@@ -19,6 +19,7 @@ from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
 from services.router.relay import Request
 from services.router.service import RouterService
+from services.router.tokens_api import TokensApi
 from services.router.validate import (
     Job,
     chat_messages,
@@ -57,6 +58,7 @@ class Api:
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{id:.+}", self.model)
+        TokensApi(self._model, self._allowed).add_to(app)
         add_health(app, self._service.readiness, self._service.metrics.registry)
         return app
 
@@ -141,6 +143,11 @@ class Api:
                 return await answering
             finally:
                 holder.charge(answer.tokens)
+
+    async def _allowed(self, http: web.Request) -> bytes:
+        """The body, of whoever may send one."""
+        self._holder(http)
+        return await self._read(http)
 
     def _holder(self, http: web.Request) -> Holder:
         return self._keys.holder(http.headers.get("Authorization"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,7 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_REPETITION_PENALTY = 100
 
-R = TypeVar("R", bound=Common)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +59,8 @@ class Limits(msgspec.Struct, frozen=True):
 def decode(body: bytes, kind: type[R]) -> R:
     """The request in `body`, its types checked."""
     try:
-        return _decoder(kind).decode(body)
+        request: R = _decoder(kind).decode(body)
+        return request
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -67,13 +69,9 @@ def decode(body: bytes, kind: type[R]) -> R:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
 
 
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
-}
-
-
-def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
-    return _DECODERS[kind]
+@cache
+def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 _NAMES = {

@@ -21,6 +21,8 @@ PATHS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),
+    ("POST", "/tokenize"),
+    ("POST", "/v1/detokenize"),
     ("GET", "/v1/models/tiny"),
 ]
 
