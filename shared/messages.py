@@ -174,7 +174,7 @@ class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TailSlot(msgspec.Struct, frozen=True):
-    """Where the tail context goes: byte offset in the decoder's tail region, and its descriptor."""
+    """Where the tail context goes: byte offset in what the descriptor describes. It ends with the attempt."""
 
     region: bytes
     offset: int
@@ -198,7 +198,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_pages: int
     """Pages in each of the decoder's regions: with the layout of a rank it gives the region's strides."""
     regions: list[bytes]
-    """Descriptors of KV regions of the decoder: one a tensor parallel rank of the data parallel rank that runs the request."""
+    """Descriptors of KV regions of the decoder, one a tensor parallel rank of the data parallel rank that runs the request. They
+    end with the attempt."""
     pages: list[int]
     immediate: int
     tail: TailSlot

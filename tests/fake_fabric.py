@@ -19,11 +19,26 @@ class FakePeer:
 
 
 @dataclass(eq=False)
+class FakeGrant:
+    descriptor: bytes
+    offset: int
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(eq=False)
 class FakeRegion:
     memory: mmap.mmap
     length: int
     descriptor: bytes
     closed: bool = False
+    grants: list[FakeGrant] = field(default_factory=list)
+
+    def grant(self, offset: int, length: int) -> FakeGrant:
+        self.grants.append(FakeGrant(self.descriptor, offset))
+        return self.grants[-1]
 
     def close(self) -> None:
         self.closed = True

@@ -158,6 +158,8 @@ void bind_fabric(nb::module_& module) {
         .def("poll", &Fabric::drain)
         .def("stats", &Fabric::stats, Release())
         .def("register", &Fabric::register_region, Release(), "fd"_a, "length"_a)
+        .def_prop_ro("grants", &Fabric::grants)
+        .def("grant", &Fabric::grant, Release(), "region"_a, "offset"_a, "length"_a)
         .def("unregister", &Fabric::close_region, Release(), "region"_a)
         .def(
             "connect",

@@ -21,6 +21,7 @@ constexpr int64_t kStarved = 500 * kMs;
 constexpr int64_t kHandshake = 2000 * kMs;
 constexpr int64_t kLeave = 1000 * kMs;
 constexpr size_t kMaxWaiting = 256;  // connections that have not said hello
+constexpr long kMaxLanes = 8;        // of one peer; two that connect to each other at once have two
 
 }  // namespace
 
@@ -105,10 +106,20 @@ void Control::handle(int fd, uint32_t events) {
 
 void Control::accept_all() {
     while (FileDescriptor socket = accept_from(listener_.get())) {
-        auto waiting = std::count_if(sessions_.begin(), sessions_.end(),
-                                     [](const auto& entry) { return entry.second->state == State::waiting; });
-        if (waiting < static_cast<long>(kMaxWaiting)) add(std::move(socket), State::waiting, now_ns() + kHandshake);
+        make_room();
+        add(std::move(socket), State::waiting, now_ns() + kHandshake);
     }
+}
+
+// Of too many that have not said hello the oldest goes: a peer says hello at once.
+void Control::make_room() {
+    std::vector<Session*> waiting;
+    for (auto& [fd, session] : sessions_)
+        if (session->state == State::waiting) waiting.push_back(session.get());
+    if (waiting.size() < kMaxWaiting) return;
+    Session* oldest = *std::min_element(waiting.begin(), waiting.end(),
+                                        [](Session* a, Session* b) { return a->deadline < b->deadline; });
+    discard(oldest->fd());
 }
 
 Session* Control::add(FileDescriptor socket, State state, int64_t deadline) {
@@ -148,6 +159,10 @@ void Control::service(int fd) {
 // False when the session is gone.
 bool Control::dispatch(Session& session, const Frame& frame) {
     int fd = session.fd();
+    if (session.state == State::waiting && frame.type != MessageType::hello) {
+        discard(fd);
+        return false;
+    }
     switch (frame.type) {
         case MessageType::hello:
             take_hello(session, frame.payload);
@@ -187,6 +202,12 @@ std::string Control::objection(const Hello& hello) const {
     if (hello.target != options_.identity) return "the address is of another incarnation";
     if (hello.identity == options_.identity) return "the same identity on both sides";
     if (hello.generation < floor_of(hello.identity)) return "the address is from before this peer was fenced";
+    if (hello.rails.size() != std::max<size_t>(hello.nics, engines_.nics()))
+        return std::to_string(hello.rails.size()) + " rails, for " + std::to_string(hello.nics) + " NICs there and " +
+               std::to_string(engines_.nics()) + " here";
+    auto lanes = std::count_if(sessions_.begin(), sessions_.end(),
+                               [&](const auto& entry) { return entry.second->identity == hello.identity; });
+    if (lanes >= kMaxLanes) return "this peer has " + std::to_string(lanes) + " connections already";
     return "";
 }
 

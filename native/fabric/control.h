@@ -55,6 +55,7 @@ class Control {
     int wait_ms(int64_t now) const;
     void handle(int fd, uint32_t events);
     void accept_all();
+    void make_room();
     void service(int fd);
     bool dispatch(Session& session, const Frame& frame);
     void take_hello(Session& session, const std::string& payload);

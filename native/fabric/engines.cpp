@@ -33,6 +33,7 @@ Engines::Engines(const Provider& provider, const std::vector<NicGroup>& groups, 
         if (places_.size() > kMaxNics) break;
         size_t first = places_.size() - group.nics.size();
         engines_.push_back(std::make_unique<Engine>(provider, group, first, options, immediates, events));
+        for (const auto& nic : engines_.back()->nics()) grants_ = grants_ && nic->own_keys();
     }
     if (places_.empty() || places_.size() > kMaxNics)
         throw SetupError(
@@ -54,8 +55,8 @@ bool Engines::stuck() const {
     return std::any_of(engines_.begin(), engines_.end(), [](const auto& engine) { return engine->stuck(); });
 }
 
-std::shared_ptr<Region> Engines::register_region(std::shared_ptr<Mapping> mapping) {
-    auto region = std::make_shared<Region>(std::move(mapping), places_.size());
+std::shared_ptr<Region> Engines::register_region(std::shared_ptr<Mapping> mapping, size_t offset, size_t length) {
+    auto region = std::make_shared<Region>(std::move(mapping), offset, length, places_.size());
     try {
         for (auto& engine : engines_) engine->register_region(region);
     } catch (const SetupError&) {

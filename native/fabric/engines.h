@@ -26,8 +26,10 @@ class Engines {
     bool stuck() const;
     size_t nics() const { return places_.size(); }
 
-    // Registered with every NIC, or with none and it throws.
-    std::shared_ptr<Region> register_region(std::shared_ptr<Mapping> mapping);
+    // `length` bytes from `offset`, registered with every NIC, or with none and it throws.
+    std::shared_ptr<Region> register_region(std::shared_ptr<Mapping> mapping, size_t offset, size_t length);
+    // Registering costs no more than a key: no NIC pins the memory for it.
+    bool grants() const { return grants_; }
     void close_region(const std::shared_ptr<Region>& region);
 
     // For the control thread. `peer_nics`: how many the other side has.
@@ -63,7 +65,8 @@ class Engines {
     const Place& place_of_rail(uint32_t rail) const { return places_[rail % places_.size()]; }
 
     std::vector<std::unique_ptr<Engine>> engines_;
-    std::vector<Place> places_;         // of each NIC
+    std::vector<Place> places_;  // of each NIC
+    bool grants_ = true;
     std::vector<uint64_t> given_;       // bytes, by NIC
     std::vector<uint64_t> given_rail_;  // and by rail
     // The control thread's.

@@ -81,7 +81,12 @@ FabricStats Fabric::stats() {
 
 std::shared_ptr<Region> Fabric::register_region(int fd, size_t length) {
     require_usable();
-    return engines_->register_region(std::make_shared<Mapping>(fd, length));
+    return engines_->register_region(std::make_shared<Mapping>(fd, length), 0, length);
+}
+
+std::shared_ptr<Region> Fabric::grant(const std::shared_ptr<Region>& region, size_t offset, size_t length) {
+    require_usable();
+    return engines_->register_region(region->mapping(), offset, length);
 }
 
 void Fabric::close_region(const std::shared_ptr<Region>& region) {

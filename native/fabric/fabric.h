@@ -42,6 +42,10 @@ class Fabric {
     bool stuck() const { return engines_->stuck(); }
 
     std::shared_ptr<Region> register_region(int fd, size_t length);
+    // Whether `grant` gives keys of their own. Not where the hardware makes the keys, and pins the memory for each.
+    bool grants() const { return engines_->grants(); }
+    // `length` bytes from `offset` of a region, under other keys, which end with `close_region`.
+    std::shared_ptr<Region> grant(const std::shared_ptr<Region>& region, size_t offset, size_t length);
     void close_region(const std::shared_ptr<Region>& region);
 
     // Each returns the token that its event carries.

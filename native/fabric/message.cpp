@@ -21,9 +21,10 @@ void write_rails(ByteWriter& out, const std::vector<RailOffer>& rails) {
 }
 
 std::vector<RailOffer> read_rails(ByteReader& in) {
-    std::vector<RailOffer> rails(in.u16());
-    for (RailOffer& rail : rails) {
-        if (!in.good()) break;
+    std::vector<RailOffer> rails;
+    uint16_t count = in.u16();
+    for (uint16_t i = 0; i < count && in.good(); ++i) {
+        RailOffer& rail = rails.emplace_back();
         rail.endpoint = in.text();
         rail.doorbell = in.text();
     }
@@ -76,7 +77,8 @@ std::optional<Hello> Hello::decode(const std::string& payload) {
     hello.floor = in.u64();
     hello.nics = in.u16();
     hello.rails = read_rails(in);
-    if (!in.finished() || hello.nics == 0 || hello.nics > kMaxNics) return std::nullopt;
+    // 0 stands for a connection that has not said who it is.
+    if (!in.finished() || hello.identity == 0 || hello.nics == 0 || hello.nics > kMaxNics) return std::nullopt;
     return hello;
 }
 

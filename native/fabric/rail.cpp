@@ -3,10 +3,12 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <utility>
@@ -92,6 +94,13 @@ void Rail::open_endpoint() {
 }
 
 void Rail::connect(const std::string& endpoint, const std::string& doorbell) {
+    // The provider takes it as an address of its own kind, without looking.
+    const std::string& name = nic_.provider().libfabric_name;
+    bool sockets = name.rfind("tcp", 0) == 0 || name.rfind("net", 0) == 0;
+    bool like_ours = doorbell_ || endpoint.size() == endpoint_.size();
+    if (like_ours && sockets) like_ours = std::memcmp(endpoint.data(), endpoint_.data(), sizeof(sa_family_t)) == 0;
+    if (!like_ours)
+        throw SetupError({Status::refused, "connect", EINVAL, "the peer's endpoint is no address of " + name});
     peer_doorbell_ = doorbell;
     int inserted = fi_av_insert(addresses_.get(), endpoint.data(), 1, &peer_, 0, nullptr);
     if (inserted != 1) throw SetupError(libfabric_fault("fi_av_insert", inserted < 0 ? inserted : -FI_EINVAL));
@@ -100,13 +109,14 @@ void Rail::connect(const std::string& endpoint, const std::string& doorbell) {
 void Rail::admit(const Region& region) {
     if (!own_domain_) return;
     FidPtr<fid_mr> registration =
-        nic_.register_memory(domain_, region.base(), region.mapping()->length(), region.key(nic_.index()));
+        nic_.register_memory(domain_, region.base(), region.length(), region.key(nic_.index()));
     registrations_.emplace(&region, std::move(registration));
 }
 
 void Rail::revoke(const Region& region) {
     registrations_.erase(&region);
-    retained_.push_back(region.mapping());
+    if (std::find(retained_.begin(), retained_.end(), region.mapping()) == retained_.end())
+        retained_.push_back(region.mapping());
 }
 
 void* Rail::local_descriptor(const Region& region) const {

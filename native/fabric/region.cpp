@@ -25,9 +25,12 @@ Mapping::Mapping(int fd, size_t length) : length_(length) {
 
 Mapping::~Mapping() { munmap(base_, length_); }
 
-Region::Region(std::shared_ptr<Mapping> mapping, size_t nics) : mapping_(std::move(mapping)), registrations_(nics) {
-    remote_.base = reinterpret_cast<uint64_t>(mapping_->base());
-    remote_.length = mapping_->length();
+Region::Region(std::shared_ptr<Mapping> mapping, size_t offset, size_t length, size_t nics)
+    : mapping_(std::move(mapping)), base_(mapping_->base() + offset), registrations_(nics) {
+    if (length == 0 || offset > mapping_->length() || length > mapping_->length() - offset)
+        throw SetupError({Status::failed, "grant", ERANGE, "the range is empty or ends past its region"});
+    remote_.base = reinterpret_cast<uint64_t>(base_);
+    remote_.length = length;
     remote_.nics.resize(nics);
 }
 
@@ -35,7 +38,7 @@ void Region::attach(const Nic& nic) {
     uint64_t key = nic.own_keys() ? nic.draw_key() : 0;
     FidPtr<fid_mr>& registration = registrations_[nic.index()];
     if (!nic.own_keys()) {
-        registration = nic.register_memory(nic.shared_domain(), mapping_->base(), mapping_->length(), 0);
+        registration = nic.register_memory(nic.shared_domain(), base_, length(), 0);
         key = fi_mr_key(registration.get());
     }
     remote_.nics[nic.index()] = {nic.has(FI_MR_VIRT_ADDR) ? remote_.base : 0, key};

@@ -30,13 +30,16 @@ class Mapping {
 // may hold a lock for which the GIL's holder waits.
 //
 // Closing revokes the keys; the mapping stays until the last user lets go.
+//
+// A grant is a region too: a range of another's memory, under keys of its own.
 class Region : public std::enable_shared_from_this<Region> {
   public:
-    // Of a fabric with `nics` NICs; each attaches it before `remote` is complete.
-    Region(std::shared_ptr<Mapping> mapping, size_t nics);
+    // `length` bytes from `offset` of the mapping, in a fabric with `nics` NICs; each attaches it before `remote` is
+    // complete. Throws SetupError where the range ends past the mapping.
+    Region(std::shared_ptr<Mapping> mapping, size_t offset, size_t length, size_t nics);
 
-    size_t length() const { return mapping_->length(); }
-    std::byte* base() const { return mapping_->base(); }
+    size_t length() const { return remote_.length; }
+    std::byte* base() const { return base_; }
     const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
     const RemoteRegion& remote() const { return remote_; }
     // Any thread. After `close` no write is posted from here; the keys last until each NIC has detached it.
@@ -53,6 +56,7 @@ class Region : public std::enable_shared_from_this<Region> {
 
   private:
     std::shared_ptr<Mapping> mapping_;
+    std::byte* base_;
     std::vector<FidPtr<fid_mr>> registrations_;  // in each NIC's shared domain; with own keys each rail has its own
     RemoteRegion remote_;
     std::atomic<bool> open_{true};

@@ -9,6 +9,8 @@ namespace {
 
 // Control messages are small and rare: a peer that leaves this much unread has stopped.
 constexpr size_t kMaxUnsent = 1 << 20;
+// Read from one connection before it is the others' turn.
+constexpr size_t kReadTurn = 64 * 1024;
 
 }  // namespace
 
@@ -37,10 +39,12 @@ void Session::flush() {
 
 bool Session::receive() {
     char bytes[4096];
-    while (!lost_) {
+    for (size_t taken = 0; !lost_;) {
+        if (taken >= kReadTurn) return true;
         ssize_t got = recv(fd(), bytes, sizeof bytes, MSG_DONTWAIT);
         if (got > 0) {
             reader_.append(bytes, static_cast<size_t>(got));
+            taken += static_cast<size_t>(got);
         } else if (got == 0) {
             error_ = "the peer's control connection ended";
             lost_ = true;

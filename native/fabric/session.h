@@ -27,7 +27,8 @@ class Session {
     void send(const std::string& bytes);
     void flush();
     bool wants_write() const { return state == State::connecting || !unsent_.empty(); }
-    // Reads what is there. False: the other side is gone; `error` says how.
+    // Reads what is there, up to a bound: whoever sends without end must not keep this thread from the others. False:
+    // the other side is gone; `error` says how.
     bool receive();
     std::optional<Frame> next() { return reader_.next(); }
     bool broken() const { return reader_.broken(); }

@@ -113,7 +113,7 @@ class Arrivals:
             fabric=self._instance.endpoint,
             layout=layout,
             num_pages=rank.pool.num_pages,
-            regions=[region.descriptor for region in rank.regions],
+            regions=[grant.descriptor for grant in incoming.grants.regions],
             pages=rank.pool.pages(attempt.id)[: layout.pages_for(len(sequence.tokens) - 1)],
             immediate=incoming.slot.immediate,
             tail=self._receiver.tail_slot(incoming),

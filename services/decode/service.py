@@ -149,7 +149,7 @@ class DecodeService:
         attempt = Attempt(sequence, rank, generate.prefiller, message.context, time.monotonic_ns())
         if generate.prefiller is not None and prompt > 1:
             try:
-                attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller, prompt, rank.pool)
+                attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller, prompt, rank)
             except Refused as refused:
                 rank.pool.release(generate.attempt)
                 return RefusedReply(attempt=generate.attempt, code="busy", reason=refused.reason, retryable=True)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import Protocol
 
 from shared.errors import BusError, NobodyListens, Refused
 from shared.kv import plan, shards, tail
@@ -20,7 +22,7 @@ from shared.kv.ledger import PagePool
 from shared.kv.slots import Slot, SlotPool
 from shared.layout import KvLayout
 from shared.messages import Announce, InstanceRef, TailSlot
-from shared.transfer.interface import Arrival, Fabric
+from shared.transfer.interface import Arrival, Fabric, MemoryGrant, MemoryRegion
 
 AskDrained = Callable[["Incoming", str], Awaitable[None]]
 """Tells the prefiller that the attempt is cancelled (and why), and returns once it answered that its writes have drained."""
@@ -28,18 +30,47 @@ AskDrained = Callable[["Incoming", str], Awaitable[None]]
 _ASK_AGAIN_S = 0.1
 
 
+class Home(Protocol):
+    """Where an attempt's KV goes: the pool and the regions, one a tensor parallel rank, of a data parallel rank."""
+
+    @property
+    def pool(self) -> PagePool: ...
+    @property
+    def regions(self) -> Sequence[MemoryRegion]: ...
+
+
+class Grants:
+    """What one attempt's prefiller may write to, and as long as the attempt is on its way."""
+
+    def __init__(self, regions: Sequence[MemoryRegion], tails: MemoryRegion, slot: Slot) -> None:
+        with ExitStack() as made:
+            self.regions = [_granted(made, region, 0, region.length) for region in regions]
+            self.tail = _granted(made, tails, slot.tail_offset, tail.SLOT_BYTES)
+            self._made = made.pop_all()
+
+    def close(self) -> None:
+        self._made.close()
+
+
+def _granted(made: ExitStack, region: MemoryRegion, offset: int, length: int) -> MemoryGrant:
+    grant = region.grant(offset, length)
+    made.callback(grant.close)
+    return grant
+
+
 class Incoming:
     """One attempt's KV on its way in. `settled` is set once no write of it can land any more."""
 
     def __init__(
-        self, prefiller: InstanceRef, pool: PagePool, slot: Slot, arrival: Arrival, expected: tail.Tail
+        self, prefiller: InstanceRef, home: Home, slot: Slot, arrival: Arrival, expected: tail.Tail, grants: Grants
     ) -> None:
         self.attempt = expected.attempt
         self.prefiller = prefiller
-        self.pool = pool
+        self.pool = home.pool
         self.slot = slot
         self.arrival = arrival
         self.expected = expected
+        self.grants = grants
         self.settled = asyncio.Event()
 
 
@@ -62,25 +93,26 @@ class KvReceiver:
         finally:
             os.close(fd)
 
-    def expect(self, attempt: str, prefiller: Announce, prompt_tokens: int, pool: PagePool) -> Incoming:
-        """Arms the attempt's counter with the writes that the two shardings make; its pages of `pool` are already reserved.
-        Raises `Refused` when no slot is free. Nothing may be sent to the prefiller before this."""
+    def expect(self, attempt: str, prefiller: Announce, prompt_tokens: int, home: Home) -> Incoming:
+        """Arms the attempt's counter with the writes that the two shardings make, and grants them; its pages of `home.pool` are
+        already reserved. Raises `Refused` when no slot is free. Nothing may be sent to the prefiller before this."""
+        runs = shards.runs(self._layout, prefiller.tp, self._tp, attempt)
         slot = self._slots.take()
         if slot is None:
             raise Refused(f"{self._slots.count} attempts already wait for their KV")
         tokens = plan.prefill_tokens(prompt_tokens)
-        runs = shards.runs(self._layout, prefiller.tp, self._tp, attempt)
         writes = plan.expected_writes(self._layout, prompt_tokens, len(runs))
         expected = tail.Tail(attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), writes)
         self._tails[slot.tail_offset : slot.tail_offset + tail.SLOT_BYTES] = bytes(tail.SLOT_BYTES)
+        grants = Grants(home.regions, self._region, slot)
         arrival = self._fabric.expect(slot.immediate, writes)
-        incoming = Incoming(prefiller.instance, pool, slot, arrival, expected)
+        incoming = Incoming(prefiller.instance, home, slot, arrival, expected, grants)
         self._incoming[attempt] = incoming
-        pool.mark(attempt, "in_transit", 0, self._layout.pages_for(tokens))
+        home.pool.mark(attempt, "in_transit", 0, self._layout.pages_for(tokens))
         return incoming
 
     def tail_slot(self, incoming: Incoming) -> TailSlot:
-        return TailSlot(self._region.descriptor, incoming.slot.tail_offset)
+        return TailSlot(incoming.grants.tail.descriptor, incoming.grants.tail.offset)
 
     async def arrived(self, incoming: Incoming) -> None:
         """Until all of the attempt's writes are here; then its pages are `running`. Raises `AttemptFailed` when the tail is
@@ -149,6 +181,7 @@ class KvReceiver:
         """Idempotent: what has arrived may also be given up."""
         if self._incoming.pop(incoming.attempt, None) is not None:
             incoming.arrival.close()
+            incoming.grants.close()
             self._slots.give_back(incoming.slot)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
-from shared.errors import FabricError, PeerLost
+from shared.errors import FabricError, FabricUnavailable, PeerLost
 from shared.transfer import _native
 from shared.transfer.faults import mapped
 from shared.transfer.interface import LayerTiming, TransferReport
@@ -27,12 +28,39 @@ class Region:
     def descriptor(self) -> bytes:
         return self._descriptor
 
+    def grant(self, offset: int, length: int) -> Grant:
+        """On `tcp` and `shm` a registration of its own, under random keys. On `verbs` and `efa` each registration pins and
+        maps the memory, which takes longer than many a transfer: there the region's own key stands in, the fence alone
+        keeps later writes out, and `close` does nothing."""
+        if not self._owner.grants:
+            return Grant(self._owner, None, self._descriptor, offset)
+        with mapped():
+            native = self._owner.grant(self.native, offset, length)
+        return Grant(self._owner, native, native.descriptor, 0)
+
     def close(self) -> None:
         if not self._open:
             return
         self._open = False
         with mapped():
             self._owner.unregister(self.native)
+
+
+class Grant:
+    """A `MemoryGrant`."""
+
+    def __init__(self, owner: _native.Fabric, native: _native.Region | None, descriptor: bytes, offset: int) -> None:
+        self._owner, self._native = owner, native
+        self.descriptor = descriptor
+        self.offset = offset
+
+    def close(self) -> None:
+        native, self._native = self._native, None
+        if native is None:
+            return
+        # A provider that hangs has no keys to take back: whoever owns the fabric is told by `stuck`.
+        with suppress(FabricUnavailable), mapped():
+            self._owner.unregister(native)
 
 
 class Connection:

@@ -56,8 +56,31 @@ class MemoryRegion(Protocol):
         """What a peer needs to write here: base, length and (address, key) per NIC, as bytes."""
         ...
 
+    def grant(self, offset: int, length: int) -> MemoryGrant:
+        """Lets one attempt write to `length` bytes from `offset`."""
+        ...
+
     def close(self) -> None:
         """Unregister. Idempotent. Writes that still arrive are refused."""
+        ...
+
+
+class MemoryGrant(Protocol):
+    """Leave to write to a range of a region, for one attempt."""
+
+    @property
+    def descriptor(self) -> bytes:
+        """Like the region's; of this grant alone where the provider's keys cost nothing (see `handles.Region.grant`)."""
+        ...
+
+    @property
+    def offset(self) -> int:
+        """Where the range begins in what the descriptor describes."""
+        ...
+
+    def close(self) -> None:
+        """Takes it back: a write that begins to arrive later is refused at the target, and costs its initiator the
+        connection. Idempotent. No fence: a write of which a part has arrived may still end."""
         ...
 
 

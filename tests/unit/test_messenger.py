@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
+import msgspec
 import pytest
 
 from shared.engine.counter import create_counter
@@ -46,6 +47,7 @@ class Pair:
         self.prefiller, self.decoder = InstanceRef("prefill", 1), InstanceRef("decode", 2)
         self.from_regions = [self.source.memory(self.here.region_bytes(PAGES_HERE)) for _ in range(source_tp)]
         self.to_regions = [self.target.memory(self.there.region_bytes(PAGES_THERE)) for _ in range(target_tp)]
+        self.regions = self.to_regions
         self.from_region, self.to_region = self.from_regions[0], self.to_regions[0]
         self.from_region.memory[:] = bytes(i * 7 % 251 for i in range(self.from_region.length))
         self.sender = KvSender(
@@ -56,7 +58,7 @@ class Pair:
 
     def expect(self, attempt: str = ATTEMPT):
         self.pool.reserve(attempt, self.layout.pages_for(PROMPT + 1))
-        return self.receiver.expect(attempt, self.announce(), PROMPT, self.pool)
+        return self.receiver.expect(attempt, self.announce(), PROMPT, self)
 
     def announce(self) -> Announce:
         return Announce(
@@ -233,8 +235,40 @@ async def test_slots_are_bounded():
     pair.expect()
     pair.pool.reserve(OTHER, 1)
     with pytest.raises(Refused, match="1 attempts already wait"):
-        pair.receiver.expect(OTHER, pair.announce(), 3, pair.pool)
+        pair.receiver.expect(OTHER, pair.announce(), 3, pair)
     pair.check()
+
+
+def grants_of(pair: Pair) -> list[bool]:
+    """Whether each that was ever given is closed."""
+    return [grant.closed for region in pair.target.regions.values() for grant in region.grants]
+
+
+async def test_grants_end_with_their_attempt():
+    """However it ends; those of another stay open."""
+    pair = Pair(target_tp=2)
+    first = pair.expect()
+    assert grants_of(pair) == [False] * 3, "one a rank, and the tail's"
+    outgoing = await pair.send(pair.prefill(first))
+    pair.land()
+    pair.sender._write_tail(outgoing).land()
+    await pair.receiver.arrived(first)
+    assert grants_of(pair) == [True] * 3
+    pair.pool.reserve(OTHER, 3)
+    second = pair.receiver.expect(OTHER, pair.announce(), PROMPT, pair)
+    assert sorted(grants_of(pair)) == [False] * 3 + [True] * 3
+    await pair.receiver.reclaim(second, "x", answers)
+    assert grants_of(pair) == [True] * 6
+    pair.check()
+
+
+async def test_a_sharding_that_is_none_takes_no_slot():
+    pair = Pair(max_incoming=1)
+    pair.pool.reserve(OTHER, 3)
+    with pytest.raises(ValueError, match="tensor parallel 3"):
+        pair.receiver.expect(OTHER, msgspec.structs.replace(pair.announce(), tp=3), PROMPT, pair)
+    pair.check()
+    assert grants_of(pair) == []
 
 
 async def test_drained_for_an_unknown_attempt_is_nothing():

@@ -257,7 +257,14 @@ async def test_a_bad_descriptor_fails_its_attempt_alone():
         prefill = await whole.prefiller(chunk_tokens=64)
         decode, bad = await whole.decoder("decode"), await whole.decoder("bad")
         region = bad.instance.regions[0]
-        region.__class__ = type("Forged", (type(region),), {"descriptor": b"nonsense"})
+        honest = region.grant
+
+        def forged_grant(offset, length):
+            grant = honest(offset, length)
+            grant.descriptor = b"nonsense"
+            return grant
+
+        region.grant = forged_grant
         good = router.generate(decode, prefill.announce, [1, 2, 3, 4, 5, 6])
         forged = router.generate(bad, prefill.announce, [6, 5, 4, 3, 2, 1])
         await asyncio.gather(router.start(good), router.start(forged))
