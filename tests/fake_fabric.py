@@ -122,6 +122,7 @@ class FakeFabric:
 
     provider = "fake"
     stuck = False
+    make_transfer: type[FakeTransfer] = FakeTransfer
 
     def __init__(self, identity: int, network: dict[bytes, FakeFabric]) -> None:
         self.identity = identity
@@ -166,7 +167,7 @@ class FakeFabric:
             there[target_offset : target_offset + length] = source.memory[source_offset : source_offset + length]
             peer.fabric.arrivals[immediate].count()
 
-        return self._track(FakeTransfer([land], length))
+        return self._track(self.make_transfer([land], length))
 
     def write_pages(self, write: PagedWrite) -> FakeTransfer:
         geometry, peer = write.geometry, write.peer
@@ -185,7 +186,7 @@ class FakeFabric:
                     peer.fabric.arrivals[write.immediate].count()
 
                 writes.append(land)
-        return self._track(FakeTransfer(writes, len(writes) * size))
+        return self._track(self.make_transfer(writes, len(writes) * size))
 
     def watch(self, counter_fd: int) -> FakeWatcher:
         return FakeWatcher(self)

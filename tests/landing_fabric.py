@@ -35,12 +35,14 @@ class CountingWatcher:
         self.fabric = fabric
         self.memory = mmap.mmap(counter_fd, 4096)
         self.tasks = set()
+        self.plans = []
 
     def arm(self, first, writes):
         transfers = []
         for write in writes:
             transfer = FakeFabric.write_pages(self.fabric, write) if self.fabric.hold else self._armed(first, write)
             transfers.append(transfer)
+            self.plans.append((first + write.geometry.num_layers, transfer))
         return transfers
 
     def _armed(self, first, write):
@@ -54,14 +56,18 @@ class CountingWatcher:
         task.add_done_callback(self.tasks.discard)
         return transfer
 
+    def _passed(self, counter):
+        return int.from_bytes(self.memory[:8], "little") >= counter
+
     async def _land(self, counter, transfer):
-        while int.from_bytes(self.memory[:8], "little") < counter and not transfer.future.done():  # noqa: ASYNC110
+        while not self._passed(counter) and not transfer.future.done():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         transfer.land()
 
     def disarm(self):
-        for transfer in self.fabric.transfers:
-            transfer.cancel()
+        for counter, transfer in self.plans:
+            if not self._passed(counter):
+                transfer.cancel()
 
     def close(self):
         for task in self.tasks:

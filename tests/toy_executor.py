@@ -36,8 +36,16 @@ def toy_output(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def _has(step: Step, token: int | None) -> bool:
+    return any(token is None or token in row.tokens for row in step.rows)
+
+
 class ToyExecutor:
-    """`gate` must be set for a step to run; `fail_next` makes one fail; `kill()` ends it as a dead process would."""
+    """`gate` must be set for a step to go on with layer `hold_at`, and closes itself when step `close_at` (from 1) begins;
+    `fail_next` makes one fail there; `kill()` ends it as a dead process would."""
+
+    hold_at = 0
+    close_at: int | None = None
 
     def __init__(self, whole: KvLayout, num_pages: int, tp: int = 1, dp: int = 1) -> None:
         """`whole` is the whole model's layout; all `dp` times `tp` ranks are here, each with a region of its own."""
@@ -63,7 +71,7 @@ class ToyExecutor:
         self.entered = asyncio.Event()
         self.steps: list[Sequence[Step]] = []
         """Of each step that was asked for, those of the data parallel ranks."""
-        self._failing: dict[int, str] = {}
+        self._failing: dict[int, tuple[str, int | None]] = {}
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def step(self, steps: Sequence[Step], *, timeout_s: float) -> list[StepDone | StepError]:
@@ -71,16 +79,14 @@ class ToyExecutor:
         self.steps.append(steps)
         self.entered.set()
         begin = time.monotonic_ns()
-        gate = asyncio.ensure_future(self.gate.wait())
-        await asyncio.wait({gate, self._dead}, return_when=asyncio.FIRST_COMPLETED)
-        gate.cancel()
-        if self._dead.done():
-            self._dead.result()
-        failing = {
-            rank: self._failing.pop(rank) for rank, step in enumerate(steps) if step.rows and rank in self._failing
-        }
-        works = {rank: step for rank, step in enumerate(steps) if rank not in failing}
+        if len(self.steps) == self.close_at:
+            self.gate.clear()
+        works, failing = dict(enumerate(steps)), dict[int, str]()
         for layer in range(self.layout.num_layers):
+            if layer == self.hold_at:
+                await self._pass_gate()
+                failing = self._take_failing(steps)
+                works = {rank: step for rank, step in works.items() if rank not in failing}
             for rank, step in works.items():
                 for row in step.rows:
                     self._write(rank, layer, row)
@@ -94,9 +100,21 @@ class ToyExecutor:
             for rank, step in enumerate(steps)
         ]
 
-    def fail_next(self, detail: str, rank: int = 0) -> None:
-        """The next step in which that data parallel rank has rows fails there."""
-        self._failing[rank] = detail
+    async def _pass_gate(self) -> None:
+        gate = asyncio.ensure_future(self.gate.wait())
+        await asyncio.wait({gate, self._dead}, return_when=asyncio.FIRST_COMPLETED)
+        gate.cancel()
+        if self._dead.done():
+            self._dead.result()
+
+    def _take_failing(self, steps: Sequence[Step]) -> dict[int, str]:
+        """Rank → why it fails in this step."""
+        ranks = [rank for rank, (_, token) in self._failing.items() if _has(steps[rank], token)]
+        return {rank: self._failing.pop(rank)[0] for rank in ranks}
+
+    def fail_next(self, detail: str, rank: int = 0, token: int | None = None) -> None:
+        """The next step in which that data parallel rank has rows fails there; with `token`, the next that computes it."""
+        self._failing[rank] = detail, token
 
     async def died(self) -> None:
         await asyncio.shield(self._dead)

@@ -68,14 +68,17 @@ class Arrivals:
 
     async def _bring_in(self, attempt: Attempt, incoming: Incoming) -> None:
         """One attempt's task from admission until its KV is here, or until its pages are free again."""
+        asked = asyncio.create_task(self._ask_prefill(attempt, incoming))
         arrived = asyncio.create_task(self._receiver.arrived(incoming))
         try:
-            await self._ask_prefill(attempt, incoming)
-            await attempt.wait_for_kv(arrived)
+            await attempt.unless_failed(asked)
+            await attempt.unless_failed(arrived)
         except (AttemptFailed, Cancelled) as error:
+            await _ended(asked)
             if not await _came(arrived):
                 return await self._give_up(attempt, incoming, error)
         finally:
+            asked.cancel()
             arrived.cancel()
         self._note(attempt)
         self._ready(attempt)
@@ -135,6 +138,14 @@ class Arrivals:
         self._metrics.kv_bytes.inc(size)
         attributes = {"kvmesh.bytes": size}
         traces.record("decode.wait_kv", attempt.context, attempt.admitted_ns, attempt.ready_ns, attributes=attributes)
+
+
+async def _ended(asked: asyncio.Task[None]) -> None:
+    """A prefiller that has not answered yet is not waited for: what follows, a cancel, reaches it after the question."""
+    asked.cancel()
+    await asyncio.wait({asked})
+    if not asked.cancelled():
+        asked.exception()
 
 
 async def _came(arrived: asyncio.Task[None]) -> bool:

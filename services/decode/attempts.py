@@ -64,13 +64,13 @@ class Attempt:
         assert isinstance(error, AttemptFailed | Cancelled)
         return error
 
-    async def wait_for_kv(self, arrived: asyncio.Task[None]) -> None:
-        """Until `arrived` ends well, which counts even where a failure came at the same moment: then no write is left that
-        could be waited for. Raises the error of `arrived`, the failure, or `AttemptFailed` at the deadline."""
+    async def unless_failed(self, work: asyncio.Task[None]) -> None:
+        """Until `work` ends well, which counts even where a failure came at the same moment: of KV that has arrived no write
+        is left that could be waited for. Raises the error of `work`, the failure, or `AttemptFailed` at the deadline."""
         left = self.sequence.deadline - asyncio.get_running_loop().time()
-        await asyncio.wait({arrived, self.failure}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
-        if arrived.done():
-            return arrived.result()
+        await asyncio.wait({work, self.failure}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
         if (error := self.end()) is not None:
             raise error
         raise AttemptFailed("waiting for KV", "the request's deadline passed", retryable=False)

@@ -185,10 +185,35 @@ async def test_two_hundred_cancels_in_a_second():
         answers = await asyncio.gather(*(router.send(generate) for generate in sent))
         assert all(isinstance(answer, Accepted) for answer in answers)
         await asyncio.gather(*(router.cancel(generate) for generate in sent))
+        async with asyncio.timeout(1):
+            await decode.service.idle.wait()
+            await until(lambda: all(job.has_failed for job in prefill.service._running.values()))
         await decode.until_idle()
+        steps = len(prefill.executor.steps)
         prefill.executor.gate.set()
         await prefill.until_idle()
-        assert await router.run(decode, prefill.announce, [3, 1, 4]) == toy_output([3, 1, 4], 6)
+        assert len(prefill.executor.steps) == steps, "nothing more of what was cancelled is computed"
+        prompts = [[3, 1, 4 + i] for i in range(20)]
+        outputs = await asyncio.gather(*(router.run(decode, prefill.announce, p) for p in prompts))
+        assert outputs == [toy_output(p, 6) for p in prompts]
+
+
+async def test_ten_cancelled_long_prompts_delay_a_short_one_by_the_chunk_that_runs():
+    async with small_mesh(decode={"pages": 1024}, prefill={"pages": 512}) as (_, router, prefill, decode):
+        prefill.executor.close_at = 3
+        long = [router.generate(decode, prefill.announce, [i + 1] * 100) for i in range(10)]
+        for generate in long:
+            await router.start(generate)
+        await until(lambda: len(prefill.executor.steps) == 3)
+        await asyncio.gather(*(router.cancel(generate) for generate in long))
+        await decode.until_idle()
+        short = router.generate(decode, prefill.announce, [1, 2, 3, 4, 5])
+        await router.start(short)
+        await until(lambda: prefill.service._scheduler.queued == 1)
+        prefill.executor.gate.set()
+        assert await router.result(short) == toy_output([1, 2, 3, 4, 5], 6)
+        assert len(prefill.executor.steps) == 4, "its own step is the next one"
+        await prefill.until_idle()
 
 
 async def test_refusals_reserve_nothing():
