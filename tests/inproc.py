@@ -42,6 +42,7 @@ from shared.messages import (
 )
 from shared.models.config import load_config
 from shared.opening import data_parallel
+from shared.subjects import Service
 from shared.transfer.interface import Fabric
 from tests.toy_executor import ToyExecutor
 
@@ -208,13 +209,15 @@ class Mesh:
         self._open_fabric = open_fabric
         self._engine = engine
 
-    async def bus(self, name: str) -> Bus:
-        return await self.stack.enter_async_context(
-            Bus.connect(Access(url=self.broker.url, token=self.broker.token), name=name)
-        )
+    async def bus(self, role: Service, name: str) -> Bus:
+        """A connection with the role's rights."""
+        told = self.broker.told(role)
+        user, password = told["KVMESH_NATS_USER"], told["KVMESH_NATS_PASSWORD"]
+        access = Access(url=told["KVMESH_NATS_URL"], user=user, password=password)
+        return await self.stack.enter_async_context(Bus.connect(access, name=name))
 
     async def router(self) -> StubRouter:
-        router = StubRouter(await self.bus("router"))
+        router = StubRouter(await self.bus("router", "router"))
         await router.listen()
         return router
 
@@ -242,7 +245,7 @@ class Mesh:
             executor,
             fabric,
             regions,
-            await self.bus(settings.name),
+            await self.bus(role, settings.name),
         )
         started: asyncio.Future[tuple[Any, Announcer]] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(_serve(instance, settings, make, metrics(CollectorRegistry()), started))
