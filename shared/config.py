@@ -69,6 +69,10 @@ class InstanceSettings(Settings, frozen=True, kw_only=True):
     fabric_host: Annotated[str, Meta(description="address under which peers reach this instance's fabric")] = (
         "127.0.0.1"
     )
+    verify: Annotated[
+        Literal["no", "pages"],
+        Meta(description="pages: every page of KV is checked after its transfer; on all instances or on none"),
+    ] = "no"
     step_timeout_s: Annotated[float, Meta(gt=0, description="a step that takes longer ends the instance, seconds")] = (
         120.0
     )

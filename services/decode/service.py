@@ -57,6 +57,7 @@ class DecodeService:
             instance.tp,
             max_incoming=4 * self._max_waiting,
             quarantine_s=settings.quarantine_s,
+            most_pages=instance.most_digested_pages,
         )
         self._outbox = Outbox(instance.bus, instance.ref, self._emitted_for, self._on_router_gone)
         self._attempts = Attempts(metrics, self._outbox)
@@ -149,7 +150,9 @@ class DecodeService:
         attempt = Attempt(sequence, rank, generate.prefiller, message.context, time.monotonic_ns())
         if generate.prefiller is not None and prompt > 1:
             try:
-                attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller, prompt, rank.pool)
+                attempt.incoming = self._receiver.expect(
+                    generate.attempt, generate.prefiller, prompt, rank.pool, rank.digests
+                )
             except Refused as refused:
                 rank.pool.release(generate.attempt)
                 return RefusedReply(attempt=generate.attempt, code="busy", reason=refused.reason, retryable=True)

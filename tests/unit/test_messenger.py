@@ -38,6 +38,7 @@ class Pair:
         layout: KvLayout = LAYOUT,
         source_tp: int = 1,
         target_tp: int = 1,
+        verify: bool = False,
     ) -> None:
         self.layout, self.source_tp, self.target_tp = layout, source_tp, target_tp
         self.here, self.there = shard_layout(layout, source_tp), shard_layout(layout, target_tp)
