@@ -11,6 +11,7 @@ import pytest
 from shared.engine.counter import create_counter
 from shared.errors import AttemptFailed, BusError, NobodyListens, PeerUnreachable, Refused, TransferCancelled
 from shared.kv import plan
+from shared.kv.digests import PageDigests
 from shared.kv.ledger import PagePool
 from shared.kv.shards import heads_of, shard_layout
 from shared.layout import KvLayout
@@ -54,6 +55,7 @@ class Pair:
             self.source, self.from_regions, create_counter(), layout, PAGES_HERE, max_outgoing=2, timeout_s=5
         )
         self.pool = PagePool(PAGES_THERE)
+        self.digests: PageDigests | None = None
         self.receiver = KvReceiver(self.target, layout, target_tp, max_incoming=max_incoming, quarantine_s=quarantine_s)
 
     def expect(self, attempt: str = ATTEMPT):
@@ -251,7 +253,7 @@ async def test_grants_end_with_their_attempt():
     assert grants_of(pair) == [False] * 3, "one a rank, and the tail's"
     outgoing = await pair.send(pair.prefill(first))
     pair.land()
-    pair.sender._write_tail(outgoing).land()
+    pair.sender._write_tail(outgoing, b"").land()
     await pair.receiver.arrived(first)
     assert grants_of(pair) == [True] * 3
     pair.pool.reserve(OTHER, 3)
