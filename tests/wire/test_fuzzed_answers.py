@@ -65,7 +65,7 @@ def test_a_prefiller_that_answers_anything(runner: asyncio.Runner) -> None:
         errors.append(router.emits[lied.attempt][-1].error)
         await decode.until_idle()
 
-    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=20, deadline=None, database=None, suppress_health_check=[*HealthCheck])
     @given(ANSWERS, CONFIRMATIONS)
     def throw(to_prefill: bytes, to_cancel: bytes) -> None:
         runner.run(one(to_prefill, to_cancel))

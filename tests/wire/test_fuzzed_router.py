@@ -87,7 +87,7 @@ def test_instances_that_say_anything(runner: asyncio.Runner, shared_broker: Brok
 
     decoder = runner.run(start())
 
-    @settings(max_examples=100, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=[*HealthCheck])
     @given(st.lists(lies(router, decoder.ref), min_size=1, max_size=4))
     def throw(said: list[tuple[str, bytes]]) -> None:
         runner.run(one(said))
