@@ -56,7 +56,9 @@ class Message(Generic[T]):
         return traces.extract(self._raw.headers)
 
     async def reply(self, answer: msgspec.Struct) -> None:
-        """Answers a request. Raises `BusError` while the broker is away."""
+        """Answers a request; nothing where the sender wants no answer. Raises `BusError` while the broker is away."""
+        if not self._raw.reply:
+            return
         await _mapped(self._raw.respond(_encode(answer)), f"reply to {self._raw.subject}")
 
 

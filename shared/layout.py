@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.bounds import Size
+
 KvDtype = Literal["float32", "bfloat16"]
 
 ITEM_BYTES: dict[KvDtype, int] = {"float32": 4, "bfloat16": 2}
@@ -20,10 +22,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     layer is one contiguous run of `page_bytes`, and so is one head range of K or of V in it.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
+    num_layers: Size
+    num_kv_heads: Size
+    head_dim: Size
+    page_size: Size
     """Tokens in a page."""
     dtype: KvDtype
     kind: Literal["gqa", "mla"] = "gqa"

@@ -7,10 +7,12 @@ Every message to an instance names the incarnation that it is for. An `attempt` 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from shared.bounds import U32, AttemptId, Count, Incarnation, Name, Number, Positive, Ranks, Share, Size
 from shared.layout import KvLayout
 
 Role = Literal["prefill", "decode"]
@@ -26,8 +28,8 @@ PROTOCOL = 3
 class InstanceRef(msgspec.Struct, frozen=True):
     """Which start of which instance."""
 
-    name: str
-    incarnation: int
+    name: Name
+    incarnation: Incarnation
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +37,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     digest: str
-    vocab_size: int
-    max_positions: int
+    vocab_size: Size
+    max_positions: Size
 
 
 class FabricEndpoint(msgspec.Struct, frozen=True):
@@ -49,21 +51,21 @@ class FabricEndpoint(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance says of itself in every heartbeat; pairing predicts the time to first token from it."""
 
-    free_pages: int
+    free_pages: Count
     """Of all pools: a data parallel rank has one each."""
-    largest_free_pages: int
+    largest_free_pages: Count
     """Of the pool that has the most: a request has all its pages in one."""
-    total_pages: int
+    total_pages: Count
     """Of all pools, which are of one size."""
-    running: int = 0
+    running: Count = 0
     """Requests in the running batch (decode), or in the current chunk (prefill)."""
-    waiting: int = 0
+    waiting: Count = 0
     """Requests admitted and not running: queued (prefill) or waiting for KV (decode)."""
-    queued_prefill_tokens: int = 0
+    queued_prefill_tokens: Count = 0
     """Prompt tokens still to be computed, the current chunk's included (prefill)."""
-    prefill_tokens_per_s: float | None = None
+    prefill_tokens_per_s: Positive | None = None
     """Measured, smoothed (prefill). None until something was measured."""
-    step_s: float | None = None
+    step_s: Positive | None = None
     """Measured decode step, smoothed, seconds (decode). None until something was measured."""
 
 
@@ -77,16 +79,16 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     """The whole model's, whatever `tp` is."""
     fabric: FabricEndpoint
-    max_batch: int
+    max_batch: Size
     """Most requests that run at once, over all data parallel ranks (decode), or wait in the queue (prefill)."""
     load: Load
     http: str
     """Base URL of this instance's own /health, /ready and /metrics."""
-    tp: int = 1
+    tp: Ranks = 1
     """Tensor parallel: ranks that share the KV heads (`shared.kv.shards`)."""
-    dp: int = 1
+    dp: Ranks = 1
     """Data parallel: ranks of `tp` ranks each that have a pool and a batch of their own (decode)."""
-    ep: int = 1
+    ep: Ranks = 1
     """Expert parallel: ranks over which the experts are spread."""
     protocol: int = PROTOCOL
     verify: Verify = "no"
@@ -119,17 +121,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     multiplied (negative) by `repetition_penalty`; tokens of the output lose `frequency_penalty` for each time and
     `presence_penalty` once. An output shorter than `min_tokens` gets none of its stop tokens."""
 
-    temperature: float
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    seed: int = 0
-    logit_bias: dict[int, float] = {}
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_tokens: int = 0
-    logprobs: int | None = None
+    temperature: Positive
+    top_p: Share = 1.0
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+    min_p: Share = 0.0
+    seed: Annotated[int, Meta(ge=0)] = 0
+    logit_bias: dict[U32, Number] = {}
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
+    frequency_penalty: Number = 0.0
+    presence_penalty: Number = 0.0
+    min_tokens: Count = 0
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
     """How many of the likeliest tokens come with each drawn one (`TokenLogprob`); None: no logarithms at all."""
 
     @property
@@ -145,7 +147,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `stop_token_ids` end the output with reason "stop" and are not part of it; empty where `ignore_eos`.
     """
 
-    attempt: str
+    attempt: AttemptId
     router: InstanceRef
     decoder: InstanceRef
     prefiller: Announce | None
@@ -153,7 +155,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: Sampling
     max_tokens: int
     stop_token_ids: list[int]
-    budget_s: float
+    budget_s: Number
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -181,7 +183,7 @@ class TailSlot(msgspec.Struct, frozen=True):
     """Where the tail context goes: byte offset in what the descriptor describes. It ends with the attempt."""
 
     region: bytes
-    offset: int
+    offset: Count
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -193,22 +195,22 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request is seen.
     """
 
-    attempt: str
+    attempt: AttemptId
     prefiller: InstanceRef
     decoder: InstanceRef
     fabric: FabricEndpoint
     layout: KvLayout
     """The whole model's."""
-    num_pages: int
+    num_pages: U32
     """Pages in each of the decoder's regions: with the layout of a rank it gives the region's strides."""
-    regions: list[bytes]
+    regions: Annotated[list[bytes], Meta(min_length=1, max_length=1024)]
     """Descriptors of KV regions of the decoder, one a tensor parallel rank of the data parallel rank that runs the request. They
     end with the attempt."""
-    pages: list[int]
-    immediate: int
+    pages: list[U32]
+    immediate: U32
     tail: TailSlot
     tokens: list[int]
-    budget_s: float
+    budget_s: Number
     digests: bool = False
     """The tail carries the digests of all pages (`shared.kv.digests`)."""
 
@@ -242,9 +244,9 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time to first token went, seconds, seen from the decoder; sent with the first tokens."""
 
-    admitted_to_ready_s: float
-    first_step_s: float
-    transferred_bytes: int
+    admitted_to_ready_s: Number
+    first_step_s: Number
+    transferred_bytes: Count
 
 
 class Emit(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,8 +254,8 @@ class Emit(msgspec.Struct, frozen=True, kw_only=True):
     and fails the attempt on a gap. `finish` ends it well, `error` ends it badly."""
 
     attempt: str
-    index: int
-    tokens: list[int] = []
+    index: Count
+    tokens: list[U32] = []
     finish: FinishReason | None = None
     error: str | None = None
     retryable: bool = True

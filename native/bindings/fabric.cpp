@@ -198,8 +198,8 @@ NB_MODULE(_native, module) {
     module.def("library_version", &library_version);
     module.def("providers", &present_providers, Release());
     module.def(
-        "address_host", [](const nb::bytes& address) { return PeerAddress::decode(from_bytes(address)).host; },
-        "address"_a);
+        "address_host",
+        [](const nb::bytes& address) { return to_bytes(PeerAddress::decode(from_bytes(address)).host); }, "address"_a);
     module.def(
         "address_identity", [](const nb::bytes& address) { return PeerAddress::decode(from_bytes(address)).identity; },
         "address"_a);

@@ -70,6 +70,9 @@ def decide(generate: Generate, now: Capacity) -> RefusedReply | int:
     ):
         reason = f"a token id of logit_bias or stop_token_ids is outside 0 to {now.model.vocab_size - 1}"
         return no("invalid", reason, retryable=False)
+    named = {*generate.stop_token_ids, *generate.sampling.logit_bias}
+    if any(not 0 <= token < now.model.vocab_size for token in named):
+        return no("invalid", f"a stop or biased token is outside 0 to {now.model.vocab_size - 1}", retryable=False)
     longest = now.layout.pages_for(min(prompt + generate.max_tokens, now.model.max_positions))
     if longest > now.pool_pages:
         return no("invalid", f"prompt and output need {longest} pages; the pool has {now.pool_pages}", retryable=False)

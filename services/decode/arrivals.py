@@ -51,7 +51,7 @@ class Arrivals:
 
     def on_drained(self, drained: Drained) -> None:
         """The prefiller gave up by itself, and no write of the attempt can land any more."""
-        incoming = self._receiver.drained(drained.attempt)
+        incoming = self._receiver.drained(drained.attempt, drained.prefiller)
         attempt = self._attempts.get(drained.attempt)
         if incoming is None:
             self._metrics.late.labels("drained").inc()
@@ -130,7 +130,11 @@ class Arrivals:
             attempt=incoming.attempt, prefiller=incoming.prefiller, decoder=self._instance.ref, reason=reason
         )
         subject = subjects.inbox("prefill", incoming.prefiller)
-        await self._instance.bus.request(subject, cancel, Drained, timeout_s=self._receiver.quarantine_s)
+        answer: Drained = await self._instance.bus.request(
+            subject, cancel, Drained, timeout_s=self._receiver.quarantine_s
+        )
+        if (answer.attempt, answer.prefiller) != (incoming.attempt, incoming.prefiller):
+            raise BusError(f"{incoming.prefiller.name} answered for another attempt")
 
     def _note(self, attempt: Attempt) -> None:
         attempt.ready_ns = time.monotonic_ns()

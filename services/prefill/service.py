@@ -160,6 +160,8 @@ class PrefillService:
             return no("invalid", "a token id is outside the vocabulary", retryable=False)
         if any(not 0 <= page < prefill.num_pages for page in prefill.pages):
             return no("invalid", "a page is outside the decoder's region", retryable=False)
+        if len(set(prefill.pages)) != pages:
+            return no("invalid", "a page is named twice", retryable=False)
         if pages > self._pool.num_pages:
             return no(
                 "invalid", f"the prompt needs {pages} pages; the pool has {self._pool.num_pages}", retryable=False
@@ -173,7 +175,7 @@ class PrefillService:
     async def _on_cancel(self, cancel: CancelPrefill, message: Message[ToPrefiller]) -> None:
         """Answers once no write of the attempt can land, whatever state it is in, or if it is not here at all."""
         running = self._running.get(cancel.attempt)
-        if running is None:
+        if running is None or running.job.prefill.decoder != cancel.decoder:
             self._metrics.late.inc()
         else:
             running.fail(Cancelled(cancel.reason))
@@ -206,6 +208,10 @@ class PrefillService:
         except KvmeshError as error:
             outcome = "failed"
             running.fail(error)
+        except Exception as error:  # the outermost frame of a job's task: one prompt must not end the others
+            outcome = "failed"
+            log.exception("attempt %s failed", job.attempt)
+            running.fail(AttemptFailed("prefill", f"internal error: {type(error).__name__}"))
         finally:
             await asyncio.shield(self._clean_up(running, outcome))
 

@@ -167,11 +167,13 @@ class KvReceiver:
             where = f"page {check.pages[page]} (number {page} of the prompt), layer {layer}"
             raise AttemptFailed("transfer", f"{where}, is not what {incoming.prefiller.name} wrote")
 
-    def drained(self, attempt: str) -> Incoming | None:
-        """The prefiller says that no write of `attempt` can land any more. None where the attempt is not on its way."""
+    def drained(self, attempt: str, prefiller: InstanceRef) -> Incoming | None:
+        """`prefiller` says that no write of `attempt` can land any more. None where the attempt is not on its way, or not from
+        there: another's word frees no page."""
         incoming = self._incoming.get(attempt)
-        if incoming is not None:
-            incoming.settled.set()
+        if incoming is None or incoming.prefiller != prefiller:
+            return None
+        incoming.settled.set()
         return incoming
 
     def from_peer(self, incarnation: int) -> list[Incoming]:

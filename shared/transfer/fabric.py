@@ -24,6 +24,7 @@ is lost, calls raise `FabricUnavailable`, `close` returns, and only a new proces
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -39,6 +40,7 @@ from shared.transfer.watcher import Watcher
 
 TRANSFER, ARRIVAL, CONNECTED, FENCED, PEER_LOST = range(5)
 WINDOW = 64
+_HOST = re.compile(r"[0-9A-Za-z_.:%-]{1,255}")
 
 
 def providers() -> list[str]:
@@ -132,12 +134,14 @@ class Fabric:
 
     async def connect(self, address: bytes, *, timeout_s: float) -> Connection:
         with mapped():
-            host, identity = _native.address_host(address), _native.address_identity(address)
+            host, identity = _native.address_host(address).decode(errors="replace"), _native.address_identity(address)
+        if not _HOST.fullmatch(host):
+            raise PeerUnreachable(f"{host!r} is no name of a host", call="connect", peer=identity)
         start = self._loop.time()
         try:
             async with asyncio.timeout(timeout_s):
                 numeric = await _resolve(self._loop, host)
-        except (OSError, TimeoutError) as error:
+        except (OSError, UnicodeError, TimeoutError) as error:
             raise PeerUnreachable(f"{host} does not resolve: {error}", call="getaddrinfo", peer=identity) from None
         with mapped(identity):
             token = self._native.connect(address, numeric, max(0.0, timeout_s - (self._loop.time() - start)))
@@ -304,7 +308,7 @@ async def _resolve(loop: asyncio.AbstractEventLoop, host: str) -> str:
 async def _interface(loop: asyncio.AbstractEventLoop, host: str) -> str:
     try:
         numeric = await _resolve(loop, host)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise FabricUnavailable(f"{host} does not resolve: {error}", call="getaddrinfo") from None
     if numeric in ("0.0.0.0", "::"):
         raise FabricUnavailable(f"{host} is no address that peers can reach: name one interface", call="bind")

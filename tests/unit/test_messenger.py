@@ -275,7 +275,7 @@ async def test_a_sharding_that_is_none_takes_no_slot():
 
 async def test_drained_for_an_unknown_attempt_is_nothing():
     pair = Pair()
-    assert pair.receiver.drained(OTHER) is None
+    assert pair.receiver.drained(OTHER, pair.prefiller) is None
 
 
 async def test_the_sender_drains_what_was_armed():

@@ -125,7 +125,7 @@ async def test_nothing_lands_after_a_fence(provider: str, after: int) -> None:
     """The writer is stopped in the middle of a long transfer, with its window full of posted writes, some of them in
     sockets, and one received in part. After the fence its memory is ours: not a byte changes when the writer goes on."""
     length = 16 << 20
-    async with open_fabric(provider) as here, other_process(provider, length=length) as writer:
+    async with open_fabric(provider, identity=77) as here, other_process(provider, length=length) as writer:
         target = Memory(here, length)
         identity = int((await writer.call("about"))["identity"])
         begun = here.expect(1, after)
@@ -136,13 +136,13 @@ async def test_nothing_lands_after_a_fence(provider: str, after: int) -> None:
         await writer.stopped()
         async with asyncio.timeout(1.0):
             await here.fence(identity)
-        target.bytes[:] = bytes(length)
+        pattern = target.bytes[:] = bytes(range(256)) * (length // 256)
         arrived = here.stats().arrived
         writer.signal(signal.SIGCONT)
-        with pytest.raises(RemoteError, match="PeerLost"):
+        with pytest.raises(RemoteError, match=rf"PeerLost.*\(peer {77:016x}\)"):
             async with asyncio.timeout(DEADLINE_S):
                 await writing
-        assert target.bytes[:] == bytes(length)
+        assert target.bytes[:] == pattern
         assert here.stats().arrived == arrived
 
 
