@@ -89,7 +89,8 @@ class RouterService:
                 if len(self.relay.line):
                     self.relay.line.kick()  # a first token opens what was half open
             case StreamStatus():
-                self.relay.table.on_status(message.body, now)
+                for attempt in self.relay.table.on_status(message.body, now):
+                    self.relay.courier.cancel(attempt, message.body.decoder, "this router has it no more")
                 await message.reply(_NOTED)
 
     async def _on_announce(self, message: Message[Announce]) -> None:

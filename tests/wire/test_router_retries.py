@@ -46,6 +46,23 @@ async def test_good_requests_bring_retries_with_them(nats: Broker) -> None:
         assert len(decoder.generates) == 9 + 3
 
 
+@pytest.mark.case("L2")
+async def test_one_that_was_taken_for_dead_is_told_to_end_what_it_still_runs(nats: Broker) -> None:
+    async with front(nats, max_attempts=1) as router:
+        await router.mesh.prefiller()
+        decoder = await router.mesh.decoder(accepting)
+        await router.until_ready(2)
+        asked = asyncio.ensure_future(router.answer())
+        await decoder.until(lambda: len(decoder.generates) == 1)
+        router.mesh.alive.remove(decoder)
+        assert (await asked)[0] == 503
+        (generate,) = decoder.generates
+        assert not decoder.cancelled(generate), "nobody is there to hear it"
+        router.mesh.alive.append(decoder)
+        await decoder.status(generate.router, {generate.attempt: 0})
+        await decoder.until(lambda: decoder.cancelled(generate))
+
+
 @pytest.mark.parametrize("how", ["it failed an attempt", "it was silent", "it was restarted"])
 async def test_who_has_failed_comes_back_half_open(nats: Broker, how: str) -> None:
     async with front(nats, max_attempts=1, absence_s=2.0) as router:
