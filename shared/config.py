@@ -124,6 +124,10 @@ class RouterSettings(Settings, frozen=True, kw_only=True):
         ),
     ] = 5.0
     max_attempts: Annotated[int, Meta(ge=1, description="attempts at one request while no byte was sent")] = 3
+    retry_ratio: Annotated[
+        float, Meta(ge=0, description="part of the last 30 s' requests that may be further attempts, over all requests")
+    ] = 0.2
+    retry_floor: Annotated[int, Meta(ge=0, description="further attempts in 30 s that are always allowed")] = 32
     api_keys: Annotated[
         str, Meta(description="file of API keys (`kvmesh key` makes one); empty: whoever reaches the port may use it")
     ] = ""

@@ -11,14 +11,15 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-_LISTENING = re.compile(rb"Listening for client connections on 127\.0\.0\.1:(\d+)")
+_LISTENING = re.compile(rb"Listening for client connections on \S+:(\d+)")
 
 
 class Broker:
     """Runs from entering to leaving; can be killed, stopped, and started again on the same port meanwhile."""
 
-    def __init__(self, config: Path | None = None) -> None:
+    def __init__(self, config: Path | None = None, *, host: str = "127.0.0.1") -> None:
         """`config`: who may do what, instead of a token for everything."""
+        self.host = host
         self.token = "" if config else secrets.token_hex(16)
         self._access = ["-c", str(config)] if config else ["--auth", self.token]
         self.port = -1
@@ -26,7 +27,7 @@ class Broker:
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://{self.host}:{self.port}"
 
     def __enter__(self) -> Broker:
         self.start()
@@ -40,7 +41,7 @@ class Broker:
     def start(self) -> None:
         """Until it listens."""
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"
-        command = [str(binary), "-a", "127.0.0.1", "-p", str(self.port), *self._access]
+        command = [str(binary), "-a", self.host, "-p", str(self.port), *self._access]
         self._process = process = subprocess.Popen(command, stderr=subprocess.PIPE)
         assert process.stderr is not None
         said = b""

@@ -42,6 +42,7 @@ class DecodeScheduler:
         self._ready: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._in_step: set[str] = set()
+        self._added = 0
         self.preempted = 0
         """Preemptions so far."""
 
@@ -60,6 +61,8 @@ class DecodeScheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Its pages hold `computed` tokens of KV and are `running`."""
+        self._added += 1
+        sequence.order = self._added
         self._ready.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -122,12 +125,22 @@ class DecodeScheduler:
         return outcome
 
     def _fill(self) -> None:
-        """Moves sequences from the queue into the batch, in order; a preempted one when all its tokens fit again."""
+        """Moves sequences from the queue into the batch, in order; a preempted one when all its tokens fit again. Those
+        behind it wait with it while something runs; when nothing does, the pages it waits for are theirs, and they go first.
+        """
         while self._ready and len(self._running) < self._max_batch:
             sequence = self._ready[0]
             if sequence.preemptions and not self._hold_pages(sequence, len(sequence.tokens) + 1, preempt=False):
+                if not self._running:
+                    self._overtake()
                 return
             self._running.append(self._ready.popleft())
+
+    def _overtake(self) -> None:
+        holding = [sequence for sequence in self._ready if not sequence.preemptions][: self._max_batch]
+        for sequence in holding:
+            self._ready.remove(sequence)
+            self._running.append(sequence)
 
     def _hold_pages(self, sequence: Sequence, tokens: int, *, preempt: bool = True) -> bool:
         """Pages for `tokens` tokens, taken from the youngest where none is free. False: it was itself the youngest."""
@@ -149,7 +162,8 @@ class DecodeScheduler:
         sequence.computed = 0
         sequence.preemptions += 1
         self.preempted += 1
-        self._ready.appendleft(sequence)
+        older = sum(other.preemptions > 0 and other.order < sequence.order for other in self._ready)
+        self._ready.insert(older, sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence in self._running:

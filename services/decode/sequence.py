@@ -24,6 +24,8 @@ class Sequence:
     """On the event loop's clock."""
     computed: int = 0
     emitted: int = 0
+    order: int = 0
+    """Among all that became ready: the smaller the older."""
     preemptions: int = 0
     cancelled: bool = False
 

@@ -68,6 +68,8 @@ class Running:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+                if not task.cancelled():
+                    task.exception()  # it failed in the same moment: the first failure is the one that counts
 
     def enter_step(self, now_ns: int, metrics: PrefillMetrics) -> None:
         self.out_of_step.clear()

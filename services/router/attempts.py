@@ -176,9 +176,14 @@ class AttemptTable:
             else:
                 attempt.take(emit, now)
 
-    def on_status(self, status: StreamStatus, now: float) -> None:
-        for attempt in list(self._on_decoder.get(status.decoder, {}).values()):
-            attempt.check(status.emitted.get(attempt.id), now)
+    def on_status(self, status: StreamStatus, now: float) -> list[str]:
+        """Gives the attempts that the decoder runs for this router, which has them no more: a cancel was lost, or was not
+        sent to a decoder that was taken for dead."""
+        there = self._on_decoder.get(status.decoder, {})
+        forgotten = [attempt for attempt in status.emitted if attempt not in there]
+        for known in list(there.values()):
+            known.check(status.emitted.get(known.id), now)
+        return forgotten
 
     def on_lost(self, ref: InstanceRef, why: str) -> None:
         """An instance is gone: its attempts fail now. A prefiller takes with it only what has no token yet."""

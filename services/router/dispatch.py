@@ -123,8 +123,8 @@ def _of(instances: Sequence[Instance], kind: Kind) -> list[Instance]:
 
 
 def _open(instance: Instance, need: Need) -> bool:
-    """Neither known to be full, nor to be avoided until its next heartbeat."""
-    if instance.full or (instance.wary and instance.tally.on_the_way):
+    """Neither known to be full, nor on probation with a request, nor to be avoided until its next heartbeat."""
+    if instance.full or (instance.wary and instance.tally.on_the_way) or (instance.half_open and instance.probe):
         return False
     return need.avoid.get(instance.ref) != instance.beats
 
@@ -201,6 +201,8 @@ def shares(pair: Pair, prompt_tokens: int) -> tuple[Share, Share]:
 def reserve(pair: Pair, attempt: str, prompt_tokens: int, turn: int) -> None:
     """Counts the attempt on both instances. `turn` grows with every choice."""
     on_decoder, on_prefiller = shares(pair, prompt_tokens)
+    for known in _both(pair):
+        known.probe = attempt if known.half_open else None
     pair.decoder.tally.send(attempt, on_decoder)
     pair.decoder.picked = turn
     if pair.prefiller is not None:
@@ -217,12 +219,20 @@ def taken(pair: Pair, attempt: str) -> None:
 
 
 def prefilled(pair: Pair, attempt: str) -> None:
-    """Its first token came: the prefiller is done with it."""
+    """Its first token came: the prefiller is done with it, and both have shown that they work."""
     if pair.prefiller is not None:
         pair.prefiller.tally.end(attempt)
+    for known in _both(pair):
+        known.half_open, known.probe = False, None
 
 
 def release(pair: Pair, attempt: str) -> None:
     """It is over. Idempotent."""
-    pair.decoder.tally.end(attempt)
-    prefilled(pair, attempt)
+    for known in _both(pair):
+        known.tally.end(attempt)
+        if known.probe == attempt:
+            known.probe = None
+
+
+def _both(pair: Pair) -> list[Instance]:
+    return [pair.decoder] if pair.prefiller is None else [pair.decoder, pair.prefiller]

@@ -49,6 +49,12 @@ class RouterMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.retries = Counter(
+            "kvmesh_retries",
+            "Failed attempts that another could have followed: it did, or the budget was spent",
+            ["outcome"],
+            registry=registry,
+        )
         self.refusals = Counter("kvmesh_refusals", "Attempts that a decoder refused", ["code"], registry=registry)
         self.cancels = Counter("kvmesh_cancels", "Attempts that this router took back", registry=registry)
         self.paths = Counter("kvmesh_paths", "Completed requests by the path they took", ["path"], registry=registry)

@@ -45,7 +45,7 @@ class Kind(msgspec.Struct, frozen=True):
 class Instance:
     """One incarnation: its last announcement, and what this router knows beyond it."""
 
-    __slots__ = ("announce", "beats", "full", "heard_at", "kind", "picked", "tally", "wary")
+    __slots__ = ("announce", "beats", "full", "half_open", "heard_at", "kind", "picked", "probe", "tally", "wary")
 
     def __init__(self, announce: Announce, now: float) -> None:
         self.announce = announce
@@ -56,6 +56,10 @@ class Instance:
         """It refused as busy since its last heartbeat."""
         self.wary = False
         """It refused as busy, and has taken nothing since: it gets one at a time, lest a whole line runs against it."""
+        self.half_open = False
+        """An attempt has failed on it, or it has died and is back: it gets one at a time until a token comes of one."""
+        self.probe: str | None = None
+        """That attempt, where it is half open."""
         self.picked = 0
         """When it was last chosen, in choices: equals take turns."""
         self.tally = Tally()
@@ -107,6 +111,8 @@ class Registry:
         self._dead_after_s = dead_after_s
         self._by_name: dict[tuple[Role, str], Instance] = {}
         self._retired: OrderedDict[InstanceRef, None] = OrderedDict()
+        self._failed: set[tuple[Role, str]] = set()
+        """Those that ended without leaving: they come back half open."""
         self._said: set[str] = set()
         self._paired_at: float | None = None
         self.decoders: list[Instance] = []
@@ -126,16 +132,21 @@ class Registry:
         if known is not None and known.ref != ref:
             log.info("%s %s started anew: %016x replaces %016x", *key, ref.incarnation, known.ref.incarnation)
             ended.append((self._retire(key), "was restarted"))
+            self._failed.add(key)
             known = None
         if announce.state == "left":
             if known is not None:
                 log.info("%s %s has left", *key)
+                if known.ready:
+                    self._failed.add(key)
                 ended.append((self._retire(key), "has left"))
             self._sort()
             return ended
         if known is None:
             log.info("%s %s is there: %016x, %s", *key, ref.incarnation, announce.state)
             self._by_name[key] = Instance(announce, now)
+            self._by_name[key].half_open = key in self._failed
+            self._failed.discard(key)
             self._sort()
         else:
             changed = known.announce.state != announce.state or known.kind != kind_of(announce)
@@ -151,6 +162,7 @@ class Registry:
         for key in dead:
             log.warning("%s %s is silent for %.1f s: counted as dead", *key, now - self._by_name[key].heard_at)
         lost = [self._by_name.pop(key).ref for key in dead]
+        self._failed.update(dead)
         if lost:
             self._sort()
         return lost

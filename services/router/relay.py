@@ -15,6 +15,7 @@ from typing import Protocol
 from opentelemetry.trace import Span, get_current_span
 
 from services.router.attempts import PREFILL_STAGES, Attempt, AttemptTable
+from services.router.budget import RetryBudget
 from services.router.courier import Courier
 from services.router.dispatch import Need, NoPair, NoRoom, Pair, choose, release, reserve
 from services.router.line import Line
@@ -114,6 +115,7 @@ class Relay:
         self.line: Line[Request, Attempt] = Line(
             self._offer, self._undo, max_length=settings.max_queue, patience_s=self._patience_s
         )
+        self.budget = RetryBudget(settings.retry_ratio, settings.retry_floor)
         self._back = asyncio.Event()
         bus.on_reconnect(self._back.set)
         self._loop = asyncio.get_running_loop()
@@ -152,6 +154,7 @@ class Relay:
 
     async def _run(self, request: Request) -> Attempt:
         tries, again, waits_since = 0, False, self._loop.time()
+        self.budget.on_request(waits_since)
         while True:
             attempt = await self._place(request, waits_since + self._settings.queue_timeout_s, again=again)
             again = True
@@ -166,9 +169,16 @@ class Relay:
                 self._note_failure(attempt, request, failure)
                 if request.consumer.begun or not failure.retryable or tries >= self._settings.max_attempts:
                     raise
+                if not self._may_retry():
+                    raise
                 log.info("attempt %s failed, another follows: %s", attempt.id, failure)
             finally:
                 self._close(attempt)
+
+    def _may_retry(self) -> bool:
+        allowed = self.budget.take(self._loop.time())
+        self._metrics.retries.labels("made" if allowed else "refused").inc()
+        return allowed
 
     async def _place(self, request: Request, patience: float, *, again: bool) -> Attempt:
         """A place on a pair; waits for the broker, and in the line until `patience` (loop time)."""
@@ -320,6 +330,8 @@ class Relay:
         pair = attempt.pair
         blamed = pair.prefiller if failure.stage in PREFILL_STAGES and pair.prefiller is not None else pair.decoder
         request.avoid[blamed.ref] = blamed.beats
+        if failure.retryable:
+            blamed.half_open = True
 
 
 def _span(name: str, attributes: dict[str, str] | None = None) -> AbstractContextManager[Span]:

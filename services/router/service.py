@@ -86,8 +86,11 @@ class RouterService:
         match message.body:
             case EmitBatch():
                 self.relay.table.on_batch(message.body, now)
+                if len(self.relay.line):
+                    self.relay.line.kick()  # a first token opens what was half open
             case StreamStatus():
-                self.relay.table.on_status(message.body, now)
+                for attempt in self.relay.table.on_status(message.body, now):
+                    self.relay.courier.cancel(attempt, message.body.decoder, "this router has it no more")
                 await message.reply(_NOTED)
 
     async def _on_announce(self, message: Message[Announce]) -> None:
@@ -150,6 +153,8 @@ class RouterService:
         read("kvmesh_attempts_open", "Attempts that run now", lambda: len(relay.table))
         read("kvmesh_cancels_due", "Cancels that wait for the broker", lambda: len(relay.courier))
         read("kvmesh_late_messages", "Messages about attempts that had ended", lambda: relay.table.late)
+        half_open = "Instances that get one request at a time until one has succeeded"
+        read("kvmesh_half_open_instances", half_open, lambda: sum(k.half_open for k in self.registry.instances))
         self.metrics.read_instances(
             lambda role, state: sum(a.role == role and a.state == state for a in self._announced())
         )

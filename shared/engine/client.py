@@ -107,6 +107,11 @@ class Executor:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def stopped(self) -> bool:
+        """See `ChildProcess.stopped`."""
+        return self._child.stopped
+
     def kill(self) -> None:
         """End the process at once; every step raises `ExecutorDied` then."""
         self._child.kill()

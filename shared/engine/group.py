@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +19,13 @@ from shared.layout import KvLayout
 from shared.models.config import load_config
 from shared.models.shard import sharded_layout
 
+STOPPED_S = 2.0
+"""An executor that is stopped (SIGSTOP) for so long is ended: those who wait for it know at once what else a step's deadline
+would tell them much later."""
+_LOOK_S = 0.5
+
+log = logging.getLogger(__name__)
+
 
 class ExecutorGroup:
     """Loaded executors, one a rank, a `shared.engine.interface.StepRunner`; made by `ExecutorGroup.start` alone.
@@ -31,6 +39,7 @@ class ExecutorGroup:
         self._spreads_experts = lead.expert_fd is not None
         self._failure: asyncio.Future[ExecutorDied] = asyncio.get_running_loop().create_future()
         self._watchers = [asyncio.ensure_future(self._watch(rank)) for rank in range(len(executors))]
+        self._watchers.append(asyncio.ensure_future(self._watch_stopped()))
         self._round: asyncio.Future[list[StepDone | StepError | BaseException]] | None = None
         self._running = False
 
@@ -154,6 +163,17 @@ class ExecutorGroup:
         if not self._failure.done():
             self._failure.set_result(ExecutorDied(status, f"rank {rank} of {len(self._executors)}"))
             self._kill()
+
+    async def _watch_stopped(self) -> None:
+        """Until cancelled. Looks are counted, not time: where this process was stopped too, nothing is concluded from it."""
+        looks = [0] * len(self._executors)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for rank, executor in enumerate(self._executors):
+                looks[rank] = looks[rank] + 1 if executor.stopped else 0
+                if looks[rank] == int(STOPPED_S / _LOOK_S):
+                    log.error("rank %d of %d is stopped: it is ended", rank, len(self._executors))
+                    executor.kill()
 
     def _kill(self) -> None:
         for executor in self._executors:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 
@@ -43,6 +44,14 @@ class ChildProcess:
     def status(self) -> int | None:
         """As in `subprocess`: negative is a signal; None while it runs."""
         return self._exited.result() if self._exited.done() else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is held by SIGSTOP or its like: alive, and doing nothing."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     async def exited(self) -> int:
         """Its exit status, once it has ended."""

@@ -33,6 +33,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.case("C2")
 async def test_mesh_equals_the_whole_model(directory, page, chunk):
     prompts = [prompt(n, n) for n in boundary_lengths(page, chunk)]
     whole = Whole(directory, WholeConfig(page_size=page, chunk_tokens=chunk, kv_tokens=8192))

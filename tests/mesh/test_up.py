@@ -56,6 +56,7 @@ async def test_a_client_that_leaves_mid_prompt_frees_everything(served_directory
 
 
 @pytest.mark.parametrize("victim", ["decode-1", "decode-2", "prefill", "router"])
+@pytest.mark.case("F3")
 async def test_a_killed_part_is_started_again_and_the_next_request_works(served_directory, expected, victim):
     async with up(served_directory, "--restart", "yes") as mesh:
         busy = [asyncio.create_task(ask(mesh, seed)) for seed in range(6)]
@@ -68,6 +69,7 @@ async def test_a_killed_part_is_started_again_and_the_next_request_works(served_
         await mesh.until_idle()
 
 
+@pytest.mark.case("F9")
 async def test_the_broker_is_killed_and_comes_back(served_directory, expected):
     async with up(served_directory, "--restart", "yes") as mesh:
         broker = await broker_pid(mesh)

@@ -165,6 +165,27 @@ def test_a_starved_sequence_is_seen():
     assert not toy.scheduler.starved
 
 
+def test_a_preempted_one_does_not_block_those_that_hold_what_it_waits_for():
+    """It ran alone and grew while the KV of two others was on its way to pages of theirs."""
+    toy = Toy(pages=8)
+    for name, pages in (("second", 3), ("third", 1)):
+        toy.pool.reserve(name, pages, "in_transit")
+    first = sequence("first", list(range(1, 13)), max_tokens=8)
+    assert toy.admit(first)
+    while toy.step():
+        pass
+    assert first.preemptions == 1
+    later = [sequence("second", list(range(1, 9))), sequence("third", [1, 2, 3], max_tokens=1)]
+    for one in later:
+        toy.pool.release(one.attempt)
+        assert toy.admit(one)
+    toy.run()
+    assert toy.out == {
+        one.attempt: reference(one.tokens[: one.prompt_tokens], one.max_tokens) for one in (first, *later)
+    }
+    assert toy.pool.free == 8
+
+
 def test_removed_in_every_state():
     toy = Toy(pages=64, max_batch=1)
     running, ready = sequence("running", [1, 2]), sequence("ready", [3, 4])

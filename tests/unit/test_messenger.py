@@ -160,6 +160,7 @@ async def test_a_tail_of_another_attempt_is_refused_and_everything_is_reclaimed(
     pair.check()
 
 
+@pytest.mark.case("L6")
 async def test_pages_are_quarantined_until_the_prefiller_says_drained():
     pair = Pair(quarantine_s=60)
     incoming = pair.expect()
@@ -182,6 +183,7 @@ async def test_pages_are_quarantined_until_the_prefiller_says_drained():
     pair.check()
 
 
+@pytest.mark.case("L1", "L6")
 async def test_a_silent_prefiller_is_fenced_before_its_pages_return():
     pair = Pair()
     incoming = pair.expect()
@@ -291,6 +293,7 @@ async def test_the_sender_drains_what_was_armed():
     assert pair.sender._slots.free == 2
 
 
+@pytest.mark.case("F7")
 async def test_an_unreachable_decoder_is_named():
     pair = Pair()
     incoming = pair.expect()

@@ -228,6 +228,36 @@ def test_one_that_refused_gets_one_at_a_time_until_it_takes_one() -> None:
     assert isinstance(turns.next(), Pair)
 
 
+@pytest.mark.parametrize("failed", ["decoder", "prefiller"])
+def test_one_that_is_half_open_gets_one_at_a_time_until_a_token_comes(failed: str) -> None:
+    there = {"decoder": decoder(), "prefiller": prefiller()}
+    there[failed].half_open = True
+    turns = Turns([there["decoder"]], [there["prefiller"]])
+    first = turns.next()
+    assert isinstance(first, Pair)
+    assert isinstance(turns.next(), NoRoom)
+    dispatch.taken(first, "a1")
+    assert isinstance(turns.next(), NoRoom), "that it was taken shows nothing yet"
+    dispatch.release(first, "a1")
+    second = turns.next()
+    assert isinstance(second, Pair), "the first one failed: the next one tries"
+    dispatch.release(first, "a1")
+    assert isinstance(turns.next(), NoRoom), "what is over frees no other's place"
+    dispatch.prefilled(second, "a2")
+    assert isinstance(turns.next(), Pair)
+    assert isinstance(turns.next(), Pair)
+
+
+def test_another_one_is_used_while_one_is_half_open() -> None:
+    fast, other = decoder("fast", step_s=0.001), decoder("other")
+    fast.half_open = True
+    turns = Turns([fast, other], [prefiller()])
+    names = [
+        choice.decoder.ref.name for choice in (turns.next(), turns.next(), turns.next()) if isinstance(choice, Pair)
+    ]
+    assert names == ["fast", "other", "other"]
+
+
 def test_a_request_avoids_where_it_failed_until_that_is_heard_of_again() -> None:
     failed, other = decoder("failed", step_s=0.001), decoder("other")
     need = Need(5, {failed.ref: failed.beats})

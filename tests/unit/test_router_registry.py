@@ -32,6 +32,7 @@ def test_an_instance_is_there_from_its_first_heartbeat() -> None:
     assert made.missing() is None
 
 
+@pytest.mark.case("F3")
 def test_a_new_incarnation_replaces_the_old_and_says_so() -> None:
     made = registry(announcement("decode", "d0", 1))
     assert made.observe(announcement("decode", "d0", 2), 0.1) == [(InstanceRef("d0", 1), "was restarted")]
@@ -104,6 +105,7 @@ def test_a_refusal_because_of_draining_counts_until_the_next_change() -> None:
         ({"tp": 0}, "tp", "1 for 1 KV heads", "0 for 1 KV heads"),
     ],
 )
+@pytest.mark.case("C3")
 def test_a_layout_that_differs_is_named_with_both_values(
     theirs: dict[str, object], field: str, ours_shown: str, theirs_shown: str
 ) -> None:

@@ -78,6 +78,7 @@ async def test_shm_of_libfabric_2_is_refused_with_the_reason() -> None:
         await Fabric.open(provider="shm", host="127.0.0.1", identity=1)
 
 
+@pytest.mark.case("F7")
 async def test_nobody_there_is_an_error_in_time_with_the_address(provider: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -141,6 +142,7 @@ async def test_another_provider_is_refused_by_name(provider: str) -> None:
             )
 
 
+@pytest.mark.case("F3")
 async def test_another_incarnation_is_refused(provider: str) -> None:
     async with open_fabric(provider) as here, open_fabric(provider, identity=5) as there:
         port = ADDRESS.unpack_from(there.address)[4]
@@ -182,6 +184,7 @@ async def test_what_is_no_address(address: bytes) -> None:
             await fabric.connect(address, timeout_s=DEADLINE_S)
 
 
+@pytest.mark.case("F8")
 async def test_concurrent_calls_share_one_connection(provider: str) -> None:
     async with open_fabric(provider) as here, open_fabric(provider) as there:
         peers = await asyncio.gather(*(here.connect(there.address, timeout_s=DEADLINE_S) for _ in range(10)))

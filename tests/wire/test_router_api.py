@@ -111,6 +111,7 @@ async def test_models(router: Front) -> None:
         assert (await error_of(response))["code"] == "model_not_found"
 
 
+@pytest.mark.case("C2")
 async def test_metrics_tell_what_happened(router: Front) -> None:
     assert (await router.answer())[0] == 200
     async with router.chat(stream=True) as response:

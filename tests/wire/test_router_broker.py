@@ -53,6 +53,7 @@ async def all_back(router: Front) -> None:
                     await asyncio.sleep(0.02)
 
 
+@pytest.mark.case("F9")
 async def test_a_stream_goes_on_after_the_broker_came_back(router: Front, nats: Broker) -> None:
     decoder = await router.mesh.decoder(accepting)
     await router.until_ready(2)
@@ -68,6 +69,7 @@ async def test_a_stream_goes_on_after_the_broker_came_back(router: Front, nats: 
     assert events(said)[-1] == "[DONE]"
 
 
+@pytest.mark.case("F9")
 async def test_what_was_lost_with_the_broker_is_an_error(router: Front, nats: Broker) -> None:
     decoder = await router.mesh.decoder(accepting)
     await router.until_ready(2)

@@ -162,6 +162,7 @@ class TestTheClientLeaves:
         await router.clean()
 
     @pytest.mark.parametrize("stream", [True, False])
+    @pytest.mark.case("L8")
     async def test_at_any_step_of_the_event_loop(self, router: Front, stream: bool) -> None:
         """Cancels the request after so many turns of the loop, for every number of them until it is through."""
         decoder = await router.mesh.decoder(saying(*ids(TEXT)[:2], finish=None), max_batch=100)
@@ -182,6 +183,7 @@ class TestTheClientLeaves:
         assert through, "some came as far as their tokens"
         await decoder.until(lambda: {g.attempt for g in decoder.generates} <= {c.attempt for c in decoder.cancels})
 
+    @pytest.mark.case("L7")
     async def test_two_hundred_leave_within_a_second(self, router: Front) -> None:
         decoder = await router.mesh.decoder(accepting, max_batch=256)
         await router.until_ready(2)
@@ -255,6 +257,7 @@ class TestRefusals:
             assert status == 429
             assert "Retry-After" in headers
 
+    @pytest.mark.case("L3")
     async def test_an_invalid_request_is_the_clients_error_at_once(self, router: Front) -> None:
         decoder = await router.mesh.decoder(refusing("invalid", "the pool has 3 pages", retryable=False))
         await router.until_ready(2)
@@ -284,6 +287,7 @@ class TestRefusals:
         assert len(decoder.generates) == 3
         assert len({g.attempt for g in decoder.generates}) == 3
 
+    @pytest.mark.case("F1")
     async def test_a_failed_prefill_is_told_at_once(self, router: Front) -> None:
         async def script(decoder: FakeDecoder, generate: Generate) -> None:
             await decoder.reply_to.reply(Accepted(generate.attempt))
@@ -299,6 +303,7 @@ class TestRefusals:
 
 
 class TestNobodyThere:
+    @pytest.mark.case("A4")
     async def test_503_says_what_is_missing(self, nats: Broker) -> None:
         async with front(nats) as router:
             status, body, headers = await router.answer()
@@ -313,6 +318,7 @@ class TestNobodyThere:
             assert (await router.ready())[0] == 200
             assert (await router.answer())[0] == 200
 
+    @pytest.mark.case("C3")
     async def test_a_pair_that_does_not_fit_is_named_with_both_values(self, router: Front) -> None:
         await router.mesh.decoder(saying(*ids(TEXT)), layout=msgspec.structs.replace(LAYOUT, page_size=64))
         await router.until_ready(2)
@@ -359,6 +365,7 @@ class TestDecodersVanish:
         assert b"was silent for more than" in said
         assert b"[DONE]" not in said
 
+    @pytest.mark.case("F3")
     async def test_a_new_incarnation_ends_the_old_ones_attempts_at_once(self, router: Front) -> None:
         old = await router.mesh.decoder(accepting, "d0")
         await router.until_ready(2)

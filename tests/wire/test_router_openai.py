@@ -37,6 +37,7 @@ async def test_async_whole(router: Front) -> None:
     assert answer.usage.completion_tokens == len(ids(TEXT))
 
 
+@pytest.mark.case("A5")
 async def test_async_stream_with_usage(router: Front) -> None:
     async with router.openai() as client:
         stream = await client.chat.completions.create(

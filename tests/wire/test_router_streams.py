@@ -47,6 +47,7 @@ async def manual(router: Front) -> FakeDecoder:
     return decoder
 
 
+@pytest.mark.case("A1")
 async def test_each_token_is_on_the_wire_before_the_next_is_made(router: Front) -> None:
     decoder = await manual(router)
     tokens = ids(TEXT)
@@ -78,6 +79,7 @@ async def test_headers_say_what_happened(router: Front) -> None:
         assert text_of(await response.text()) == TEXT
 
 
+@pytest.mark.case("L5")
 async def test_two_requests_with_one_client_id_are_two_attempts(router: Front) -> None:
     decoder = await router.mesh.decoder(saying(*ids(TEXT)))
     await router.until_ready(2)
@@ -98,6 +100,7 @@ async def test_a_label_that_could_break_a_header_is_not_used(router: Front) -> N
             assert response.headers["x-request-id"] != label
 
 
+@pytest.mark.case("C2")
 async def test_one_token_prompts_run_at_the_decoder_alone(router: Front) -> None:
     decoder = await router.mesh.decoder(saying(*ids(TEXT)))
     await router.until_ready(2)
@@ -140,6 +143,7 @@ async def test_duplicates_are_dropped(router: Front) -> None:
 
 
 @pytest.mark.parametrize("lost", ["middle", "last"])
+@pytest.mark.case("F2")
 async def test_lost_tokens_are_an_error_and_never_a_cut_answer(router: Front, lost: str) -> None:
     decoder = await manual(router)
     tokens = ids(TEXT)
@@ -213,6 +217,7 @@ async def test_a_whole_answer_is_retried_even_after_tokens(router: Front) -> Non
     assert (status, body["choices"][0]["message"]["content"]) == (200, TEXT)
 
 
+@pytest.mark.case("A2", "A3")
 async def test_an_early_end_keeps_all_that_was_made(router: Front) -> None:
     await router.mesh.decoder(saying(ids(TEXT)[0]))
     await router.until_ready(2)
@@ -224,6 +229,7 @@ async def test_an_early_end_keeps_all_that_was_made(router: Front) -> None:
     assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
 
 
+@pytest.mark.case("A3")
 async def test_an_end_at_once_is_an_empty_answer_that_says_stop(router: Front) -> None:
     await router.mesh.decoder(saying())
     await router.until_ready(2)

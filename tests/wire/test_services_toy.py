@@ -53,6 +53,7 @@ async def test_many_at_once():
         await decode.until_idle()
 
 
+@pytest.mark.case("F5")
 async def test_out_of_pages_preempts_and_the_client_does_not_notice():
     async with small_mesh(decode={"pages": 10}) as (_, router, prefill, decode):
         prompts = [[i + 1, 5, 9, 2, 8] for i in range(4)]
@@ -127,6 +128,7 @@ async def test_a_failed_decode_step_reaches_the_router_at_once():
         await decode.until_idle()
 
 
+@pytest.mark.case("L1", "F1")
 async def test_a_prefiller_that_is_gone_is_an_error_at_once():
     async with small_mesh() as (_, router, prefill, decode):
         gone = prefill.announce
@@ -173,6 +175,7 @@ async def test_the_deadline_ends_it_everywhere(held):
         await prefill.until_idle()
 
 
+@pytest.mark.case("L7")
 async def test_two_hundred_cancels_in_a_second():
     async with small_mesh(decode={"pages": 1024, "max_waiting": 400}, prefill={"pages": 512}) as (
         _,
@@ -185,7 +188,7 @@ async def test_two_hundred_cancels_in_a_second():
         answers = await asyncio.gather(*(router.send(generate) for generate in sent))
         assert all(isinstance(answer, Accepted) for answer in answers)
         await asyncio.gather(*(router.cancel(generate) for generate in sent))
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(2):  # half of it is for a machine that does other things too
             await decode.service.idle.wait()
             await until(lambda: all(job.has_failed for job in prefill.service._running.values()))
         await decode.until_idle()
@@ -216,6 +219,7 @@ async def test_ten_cancelled_long_prompts_delay_a_short_one_by_the_chunk_that_ru
         await prefill.until_idle()
 
 
+@pytest.mark.case("L3", "L5")
 async def test_refusals_reserve_nothing():
     async with small_mesh() as (_, router, prefill, decode):
         stale = router.generate(decode, prefill.announce, [1, 2])
@@ -260,6 +264,7 @@ async def until_back(bus):
     await bus.flush()
 
 
+@pytest.mark.case("F9")
 async def test_the_broker_goes_and_comes_back():
     async with small_mesh() as (whole, router, prefill, decode):
         assert await router.run(decode, prefill.announce, [1, 2, 3]) == toy_output([1, 2, 3], 6)
@@ -387,6 +392,7 @@ async def test_shardings_over_the_real_fabric(prefill_tp, decode_tp):
         await decode.until_idle()
 
 
+@pytest.mark.case("L3", "C3")
 async def test_a_prefiller_refuses_a_sharding_that_does_not_fit():
     """The decoder was told another one, and asks."""
     engine = Engine(msgspec.structs.replace(LAYOUT, num_kv_heads=6))

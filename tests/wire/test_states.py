@@ -174,6 +174,7 @@ POSSIBLE = [pair for pair in product(STATES, ENDS) if pair not in IMPOSSIBLE]
 
 
 @pytest.mark.parametrize(("state", "end"), POSSIBLE, ids=lambda part: part.__name__)
+@pytest.mark.case("L1", "L2", "L4", "L6", "F1", "F2")
 async def test_every_end_of_every_state(state, end):
     """L1, L2, L4, L6, F1, F2: see the module."""
     settings = {"request_timeout_s": DEADLINE_S} if end is the_deadline_passes else {}
