@@ -7,7 +7,7 @@ export TORCH TORCH_INDEX
 NATIVE_SOURCES := $(shell find native -name '*.cpp' -o -name '*.h')
 BUILT_FROM := pyproject.toml scripts/setup.sh $(NATIVE_SOURCES) $(shell find native -name CMakeLists.txt)
 
-.PHONY: serve test check check-native bench env build format clean
+.PHONY: serve test check check-native bench chaos env build format clean
 
 serve: $(VENV)/run.stamp ## a whole mesh on this machine, with the default model (KVMESH_MODEL: another)
 	@$(BIN)/kvmesh up --restart yes
@@ -31,6 +31,10 @@ bench: env ## the benchmarks, one after another; tables on the screen, JSON in r
 	@$(PY) -m loadtest.bench_fabric
 	@$(PY) -m loadtest.bench_engine
 	@$(PY) -m loadtest.bench_overlap
+
+chaos: env ## two minutes of random faults under load; another seed: make chaos SEED=7
+	@mkdir -p report
+	@$(PY) -m loadtest.chaos --minutes 2 --seed $(or $(SEED),1) --report report/chaos.json
 
 format: env
 	@$(BIN)/ruff format -q .

@@ -235,7 +235,12 @@ def _opener(http: web.Request, label: str) -> OpenStream:
 
 
 def _headers(attempt: Attempt, label: str) -> dict[str, str]:
-    return {"x-kvmesh-path": attempt.pair.path, "x-kvmesh-attempt": attempt.id, "x-request-id": label}
+    return {
+        "x-kvmesh-path": attempt.pair.path,
+        "x-kvmesh-attempt": attempt.id,
+        "x-kvmesh-tries": str(attempt.number),
+        "x-request-id": label,
+    }
 
 
 def _note(span: Span, request: Request, attempt: Attempt) -> None:

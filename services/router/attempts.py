@@ -46,6 +46,7 @@ class Attempt:
         "listed",
         "listener",
         "missed",
+        "number",
         "pair",
         "received",
         "settled",
@@ -56,6 +57,8 @@ class Attempt:
         self.id = secrets.token_hex(16)
         self.pair = pair
         self.listener = listener
+        self.number = 1
+        """Which try at its request it is, from 1. One that the decoder did not take is no try."""
         self.accepted = False
         """The decoder has said yes; or shown it, by a first message about the attempt."""
         self.received = 0

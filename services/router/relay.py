@@ -155,6 +155,7 @@ class Relay:
         while True:
             attempt = await self._place(request, waits_since + self._settings.queue_timeout_s, again=again)
             again = True
+            attempt.number = tries + 1
             try:
                 if await self._try(attempt, request):
                     self._note_success(attempt, request)

@@ -73,6 +73,7 @@ async def test_headers_say_what_happened(router: Front) -> None:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["x-kvmesh-path"] == "prefill+decode"
         assert response.headers["x-kvmesh-attempt"] == decoder.generates[0].attempt
+        assert response.headers["x-kvmesh-tries"] == "1"
         assert response.headers["x-request-id"] == "mine-1"
         assert text_of(await response.text()) == TEXT
 
@@ -192,6 +193,7 @@ async def test_a_loss_before_the_first_byte_is_another_attempt(router: Front) ->
         assert response.status == 200
         assert text_of(await response.text()) == TEXT
         assert response.headers["x-kvmesh-attempt"] == decoder.generates[1].attempt
+        assert response.headers["x-kvmesh-tries"] == "2"
     first, second = decoder.generates
     assert first.sampling == second.sampling, "the same seed: a retry gives the same output"
     await decoder.until(lambda: decoder.cancelled(first))
