@@ -70,6 +70,10 @@ class InstanceSettings(Settings, frozen=True, kw_only=True):
         str,
         Meta(description="address under which peers reach this instance's fabric; several, by commas: several NICs"),
     ] = "127.0.0.1"
+    verify: Annotated[
+        Literal["no", "pages"],
+        Meta(description="pages: every page of KV is checked after its transfer; on all instances or on none"),
+    ] = "no"
     step_timeout_s: Annotated[float, Meta(gt=0, description="a step that takes longer ends the instance, seconds")] = (
         120.0
     )

@@ -13,6 +13,7 @@ from shared.bus import Bus, Message
 from shared.config import InstanceSettings
 from shared.engine.interface import StepRunner
 from shared.errors import BusError
+from shared.kv.digests import PageDigests
 from shared.kv.ledger import PagePool
 from shared.layout import KvLayout
 from shared.messages import Announce, Discover, FabricEndpoint, InstanceRef, Load, ModelIdentity, Role, State
@@ -53,6 +54,20 @@ class Instance:
     def ep(self) -> int:
         """Expert parallel."""
         return self.executor.ep
+
+    @property
+    def most_digested_pages(self) -> int:
+        """Pages of the longest prompt whose digests travel; 0 where `verify` is "no"."""
+        if self.settings.verify == "no":
+            return 0
+        return min(self.layout.pages_for(self.identity.max_positions), self.pools[0].num_pages)
+
+    def page_digests(self, dp_rank: int) -> PageDigests | None:
+        """Of that data parallel rank's pool; None where `verify` is "no"."""
+        if self.settings.verify == "no":
+            return None
+        fds = self.executor.kv_fds[dp_rank * self.tp : (dp_rank + 1) * self.tp]
+        return PageDigests.mapped(fds, self.executor.layout, self.pools[dp_rank].num_pages)
 
     @property
     def endpoint(self) -> FabricEndpoint:
@@ -117,6 +132,7 @@ class Announcer:
             tp=instance.tp,
             dp=instance.dp,
             ep=instance.ep,
+            verify=instance.settings.verify,
         )
 
     async def _on_discover(self, _: Message[Discover]) -> None:

@@ -16,6 +16,8 @@ from shared.layout import KvLayout
 Role = Literal["prefill", "decode"]
 State = Literal["ready", "draining", "left"]
 FinishReason = Literal["stop", "length"]
+Verify = Literal["no", "pages"]
+
 
 PROTOCOL = 3
 """Version of these structs. A different one in an `Announce` is never paired."""
@@ -87,6 +89,8 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     ep: int = 1
     """Expert parallel: ranks over which the experts are spread."""
     protocol: int = PROTOCOL
+    verify: Verify = "no"
+    """Which digests this instance sends or checks: a pair's must be the same."""
 
     @property
     def pool_pages(self) -> int:
@@ -205,6 +209,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tail: TailSlot
     tokens: list[int]
     budget_s: float
+    digests: bool = False
+    """The tail carries the digests of all pages (`shared.kv.digests`)."""
 
     @property
     def tp(self) -> int:

@@ -35,6 +35,7 @@ from shared.messages import (
     StreamStatus,
     Timing,
     ToDecoder,
+    Verify,
 )
 from tests.broker import Broker
 
@@ -56,6 +57,7 @@ def announcement(
     tp: int = 1,
     dp: int = 1,
     protocol: int = PROTOCOL,
+    verify: Verify = "no",
 ) -> Announce:
     return Announce(
         role=role,
@@ -70,6 +72,7 @@ def announcement(
         tp=tp,
         dp=dp,
         protocol=protocol,
+        verify=verify,
     )
 
 

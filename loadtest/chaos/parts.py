@@ -182,6 +182,7 @@ def _environment(deployment: Deployment) -> dict[str, str]:
         "KVMESH_PAGE_SIZE": str(deployment.page_size),
         "KVMESH_KV_TOKENS": str(deployment.kv_tokens),
         "KVMESH_THREADS": "1",
+        "KVMESH_VERIFY": "pages",
         "KVMESH_CHUNK_TOKENS": "64",
         "KVMESH_MAX_BATCH": "16",
         "KVMESH_MAX_WAITING": "8",

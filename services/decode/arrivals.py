@@ -122,6 +122,7 @@ class Arrivals:
             tail=self._receiver.tail_slot(incoming),
             tokens=sequence.tokens,
             budget_s=sequence.deadline - asyncio.get_running_loop().time(),
+            digests=incoming.check is not None,
         )
 
     async def _ask_drained(self, incoming: Incoming, reason: str) -> None:

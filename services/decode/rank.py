@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.decode.scheduler import DecodeScheduler
 from shared.config import DecodeSettings
 from shared.instance import Instance
+from shared.kv.digests import PageDigests
 from shared.kv.ledger import PagePool
 from shared.transfer.interface import MemoryRegion
 
@@ -19,6 +20,8 @@ class DecodeRank:
     regions: Sequence[MemoryRegion]
     """One a tensor parallel rank, each of its heads of all of the pool's pages."""
     scheduler: DecodeScheduler
+    digests: PageDigests | None = None
+    """Of the pool, where what arrives is to be checked."""
     picked: int = 0
     """When it was last given a request, in admissions: equals take turns."""
 
@@ -35,6 +38,7 @@ def ranks_of(instance: Instance, settings: DecodeSettings) -> list[DecodeRank]:
                 max_batch=settings.max_batch,
                 max_positions=instance.identity.max_positions,
             ),
+            instance.page_digests(number),
         )
         for number, pool in enumerate(instance.pools)
     ]

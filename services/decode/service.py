@@ -57,6 +57,7 @@ class DecodeService:
             instance.tp,
             max_incoming=4 * self._max_waiting,
             quarantine_s=settings.quarantine_s,
+            most_pages=instance.most_digested_pages,
         )
         self._outbox = Outbox(instance.bus, instance.ref, self._emitted_for, self._on_router_gone)
         self._attempts = Attempts(metrics, self._outbox)

@@ -53,6 +53,8 @@ class PrefillService:
             self._pool.num_pages,
             max_outgoing=2 * settings.max_queue,
             timeout_s=settings.transfer_timeout_s,
+            most_pages=instance.most_digested_pages,
+            page_digests=instance.page_digests(0),
         )
         self._running: dict[str, Running] = {}
         self._counter = 0
@@ -149,6 +151,8 @@ class PrefillService:
         if not fit(layout.num_kv_heads, self._instance.tp, prefill.tp):
             ranks = f"prefiller has {self._instance.tp}, decoder has {prefill.tp}"
             return no("mismatch", f"tp does not fit: {ranks}, {layout.num_kv_heads} KV heads")
+        if prefill.digests != (self._instance.settings.verify == "pages"):
+            return no("mismatch", f"verify differs: prefiller has {self._instance.settings.verify}")
         if not job.total or len(prefill.pages) != pages or len(prefill.tokens) > self._instance.identity.max_positions:
             reason = f"{len(prefill.tokens)} tokens and {len(prefill.pages)} pages do not fit together"
             return no("invalid", reason, retryable=False)
@@ -213,7 +217,8 @@ class PrefillService:
         await running.unless_failed(running.computed.wait())
         self._pool.mark(running.job.attempt, "in_transit")
         assert running.outgoing is not None
-        report = await running.unless_failed(self.sender.finish(running.outgoing))
+        pages = self._pool.pages(running.job.attempt)
+        report = await running.unless_failed(self.sender.finish(running.outgoing, pages))
         running.sent = True
         record_sent(running, report, self._metrics)
 

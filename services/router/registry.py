@@ -17,7 +17,7 @@ from services.router.tally import Tally
 from shared.errors import PairMismatch
 from shared.kv.shards import fit
 from shared.layout import KvLayout
-from shared.messages import PROTOCOL, Announce, InstanceRef, Load, ModelIdentity, Role
+from shared.messages import PROTOCOL, Announce, InstanceRef, Load, ModelIdentity, Role, Verify
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +26,19 @@ _RETIRED = 256
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What decides with whom an instance works: where protocol, model digest and layout are equal and the shardings fit."""
+    """What decides with whom an instance works: where protocol, model digest, layout and verification are equal and the
+    shardings fit."""
 
     protocol: int
     model: str
     layout: KvLayout
     tp: int
+    verify: Verify = "no"
 
     def feeds(self, decoder: Kind) -> bool:
         """Whether a prefiller of this kind works with a decoder of that."""
-        same = (self.protocol, self.model, self.layout) == (decoder.protocol, decoder.model, decoder.layout)
+        ours = (self.protocol, self.model, self.layout, self.verify)
+        same = ours == (decoder.protocol, decoder.model, decoder.layout, decoder.verify)
         return same and fit(self.layout.num_kv_heads, self.tp, decoder.tp)
 
 
@@ -87,7 +90,7 @@ class Instance:
 
 
 def kind_of(announce: Announce) -> Kind:
-    return Kind(announce.protocol, announce.model.digest, announce.layout, announce.tp)
+    return Kind(announce.protocol, announce.model.digest, announce.layout, announce.tp, announce.verify)
 
 
 def fitting_kinds(decoders: Sequence[Instance], prefillers: Sequence[Instance]) -> list[tuple[Kind, Kind]]:
@@ -253,6 +256,8 @@ def mismatch_of(prefiller: Announce, decoder: Announce) -> PairMismatch | None:
         ours, theirs = getattr(prefiller.layout, field), getattr(decoder.layout, field)
         if ours != theirs:
             return PairMismatch(f"layout.{field}", ours, theirs)
+    if prefiller.verify != decoder.verify:
+        return PairMismatch("verify", prefiller.verify, decoder.verify)
     heads = decoder.layout.num_kv_heads
     if not fit(heads, prefiller.tp, decoder.tp):
         return PairMismatch("tp", *(f"{tp} for {heads} KV heads" for tp in (prefiller.tp, decoder.tp)))

@@ -20,27 +20,25 @@ class Slot(msgspec.Struct, frozen=True):
 
     index: int
     immediate: int
-
-    @property
-    def tail_offset(self) -> int:
-        """Byte offset of its tail context in the decoder's tail region."""
-        return self.index * SLOT_BYTES
+    tail_offset: int
+    """Byte offset of its tail context in the region of tails."""
 
 
 class SlotPool:
-    """`count` slots, at most 65536."""
+    """`count` slots, at most 65536, each of `slot_bytes` for the tail context."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, slot_bytes: int = SLOT_BYTES) -> None:
         if not 0 < count <= 1 << _SLOT_BITS:
             raise ValueError(f"count={count}: takes 1 to {1 << _SLOT_BITS}")
         self.count = count
+        self.slot_bytes = slot_bytes
         self._free: deque[int] = deque(range(count))
         self._generation = [0] * count
         self._taken: set[int] = set()
 
     @property
     def region_bytes(self) -> int:
-        return self.count * SLOT_BYTES
+        return self.count * self.slot_bytes
 
     @property
     def free(self) -> int:
@@ -53,7 +51,7 @@ class SlotPool:
         index = self._free.popleft()
         self._taken.add(index)
         self._generation[index] = (self._generation[index] + 1) & 0xFFFF
-        return Slot(index, self._generation[index] << _SLOT_BITS | index)
+        return Slot(index, self._generation[index] << _SLOT_BITS | index, index * self.slot_bytes)
 
     def give_back(self, slot: Slot) -> None:
         """Only once no write with its immediate can arrive any more."""

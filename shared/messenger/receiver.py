@@ -16,8 +16,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-from shared.errors import BusError, NobodyListens, Refused
-from shared.kv import plan, shards, tail
+import msgspec
+
+from shared.errors import AttemptFailed, BusError, NobodyListens, Refused
+from shared.kv import digests, plan, shards, tail
+from shared.kv.digests import PageDigests, Piece
 from shared.kv.ledger import PagePool
 from shared.kv.slots import Slot, SlotPool
 from shared.layout import KvLayout
@@ -37,15 +40,19 @@ class Home(Protocol):
     def pool(self) -> PagePool: ...
     @property
     def regions(self) -> Sequence[MemoryRegion]: ...
+    @property
+    def digests(self) -> PageDigests | None:
+        """Of the pool, where what arrives is to be checked."""
+        ...
 
 
 class Grants:
     """What one attempt's prefiller may write to, and as long as the attempt is on its way."""
 
-    def __init__(self, regions: Sequence[MemoryRegion], tails: MemoryRegion, slot: Slot) -> None:
+    def __init__(self, regions: Sequence[MemoryRegion], tails: MemoryRegion, slot: Slot, slot_bytes: int) -> None:
         with ExitStack() as made:
             self.regions = [_granted(made, region, 0, region.length) for region in regions]
-            self.tail = _granted(made, tails, slot.tail_offset, tail.SLOT_BYTES)
+            self.tail = _granted(made, tails, slot.tail_offset, slot_bytes)
             self._made = made.pop_all()
 
     def close(self) -> None:
@@ -58,11 +65,26 @@ def _granted(made: ExitStack, region: MemoryRegion, offset: int, length: int) ->
     return grant
 
 
+class DigestCheck(msgspec.Struct, frozen=True):
+    """How an attempt's pages are checked when they are here: `pieces` of each."""
+
+    memory: PageDigests
+    pages: list[int]
+    pieces: list[Piece]
+
+
 class Incoming:
     """One attempt's KV on its way in. `settled` is set once no write of it can land any more."""
 
     def __init__(
-        self, prefiller: InstanceRef, home: Home, slot: Slot, arrival: Arrival, expected: tail.Tail, grants: Grants
+        self,
+        prefiller: InstanceRef,
+        home: Home,
+        slot: Slot,
+        arrival: Arrival,
+        expected: tail.Tail,
+        grants: Grants,
+        check: DigestCheck | None,
     ) -> None:
         self.attempt = expected.attempt
         self.prefiller = prefiller
@@ -71,6 +93,7 @@ class Incoming:
         self.arrival = arrival
         self.expected = expected
         self.grants = grants
+        self.check = check
         self.settled = asyncio.Event()
 
 
@@ -78,12 +101,15 @@ class KvReceiver:
     """Owns the tail region, the slots and the armed counters; pages are their pools', the fabric its caller's. `layout` is the
     whole model's, `tp` the sharding of whatever pool an attempt's pages are in."""
 
-    def __init__(self, fabric: Fabric, layout: KvLayout, tp: int, *, max_incoming: int, quarantine_s: float) -> None:
+    def __init__(
+        self, fabric: Fabric, layout: KvLayout, tp: int, *, max_incoming: int, quarantine_s: float, most_pages: int = 0
+    ) -> None:
+        """`most_pages` of one attempt have digests: 0 where none are asked for."""
         self._fabric = fabric
         self._layout = layout
         self._tp = tp
         self.quarantine_s = quarantine_s
-        self._slots = SlotPool(max_incoming)
+        self._slots = SlotPool(max_incoming, tail.SLOT_BYTES + digests.digests_bytes(layout, most_pages))
         self._incoming: dict[str, Incoming] = {}
         fd = os.memfd_create("kvmesh-tails-in")
         try:
@@ -102,13 +128,17 @@ class KvReceiver:
             raise Refused(f"{self._slots.count} attempts already wait for their KV")
         tokens = plan.prefill_tokens(prompt_tokens)
         writes = plan.expected_writes(self._layout, prompt_tokens, len(runs))
-        expected = tail.Tail(attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), writes)
+        pages = self._layout.pages_for(tokens)
+        memory, held = home.digests, home.pool.pages(attempt)[:pages]
+        check = DigestCheck(memory, held, digests.at_target(runs)) if memory else None
+        payload_bytes = digests.digests_bytes(self._layout, pages) if check else 0
+        expected = tail.Tail(attempt, self._layout.digest(), tokens, pages, writes, payload_bytes)
         self._tails[slot.tail_offset : slot.tail_offset + tail.SLOT_BYTES] = bytes(tail.SLOT_BYTES)
-        grants = Grants(home.regions, self._region, slot)
+        grants = Grants(home.regions, self._region, slot, self._slots.slot_bytes)
         arrival = self._fabric.expect(slot.immediate, writes)
-        incoming = Incoming(prefiller.instance, home, slot, arrival, expected, grants)
+        incoming = Incoming(prefiller.instance, home, slot, arrival, expected, grants, check)
         self._incoming[attempt] = incoming
-        home.pool.mark(attempt, "in_transit", 0, self._layout.pages_for(tokens))
+        home.pool.mark(attempt, "in_transit", 0, pages)
         return incoming
 
     def tail_slot(self, incoming: Incoming) -> TailSlot:
@@ -116,13 +146,26 @@ class KvReceiver:
 
     async def arrived(self, incoming: Incoming) -> None:
         """Until all of the attempt's writes are here; then its pages are `running`. Raises `AttemptFailed` when the tail is
-        not this attempt's: the caller then calls `reclaim`, as it does on any other error."""
+        not this attempt's, or a page not what the prefiller wrote: the caller then calls `reclaim`, as it does on any other
+        error."""
         await incoming.arrival.wait()
         offset = incoming.slot.tail_offset
         with memoryview(self._tails) as view:
             tail.check(bytes(view[offset : offset + tail.HEADER_BYTES]), incoming.expected)
+        if incoming.check is not None:
+            await self._check_pages(incoming, incoming.check)
         incoming.pool.mark(incoming.attempt, "running")
         self._forget(incoming)
+
+    async def _check_pages(self, incoming: Incoming, check: DigestCheck) -> None:
+        begin = incoming.slot.tail_offset + tail.HEADER_BYTES
+        told = self._tails[begin : begin + incoming.expected.payload_bytes]
+        found = await check.memory.take(check.pages, check.pieces)
+        different = digests.first_difference(self._layout, found, told)
+        if different is not None:
+            page, layer = different
+            where = f"page {check.pages[page]} (number {page} of the prompt), layer {layer}"
+            raise AttemptFailed("transfer", f"{where}, is not what {incoming.prefiller.name} wrote")
 
     def drained(self, attempt: str) -> Incoming | None:
         """The prefiller says that no write of `attempt` can land any more. None where the attempt is not on its way."""

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import FabricError, MeshError
-from shared.kv import plan, shards, tail
+from shared.kv import digests, plan, shards, tail
+from shared.kv.digests import PageDigests
 from shared.kv.slots import Slot, SlotPool
 from shared.layout import KvLayout
 from shared.messages import Prefill
@@ -84,13 +85,17 @@ class KvSender:
         *,
         max_outgoing: int,
         timeout_s: float,
+        most_pages: int = 0,
+        page_digests: PageDigests | None = None,
     ) -> None:
+        """`page_digests`: of the KV regions, where decoders may ask for digests, of `most_pages` at the most."""
         self._fabric = fabric
         self._regions = regions
         self._layout = layout
         self._num_pages = num_pages
         self._timeout_s = timeout_s
-        self._slots = SlotPool(max_outgoing)
+        self._page_digests = page_digests
+        self._slots = SlotPool(max_outgoing, tail.SLOT_BYTES + digests.digests_bytes(layout, most_pages))
         fd = os.memfd_create("kvmesh-tails-out")
         try:
             os.ftruncate(fd, self._slots.region_bytes)
@@ -123,10 +128,11 @@ class KvSender:
         """The chunk failed: nothing more of it is written."""
         self._watcher.disarm()
 
-    async def finish(self, outgoing: Outgoing) -> SentReport:
-        """After the last chunk: writes the tail, and waits until everything has completed at the decoder. Raises what
-        `Transfer.wait` raises; call `drain` then."""
-        tail_transfer = self._write_tail(outgoing)
+    async def finish(self, outgoing: Outgoing, source_pages: Sequence[int] = ()) -> SentReport:
+        """After the last chunk: writes the tail, and waits until everything has completed at the decoder. `source_pages` are
+        all of the attempt's, for its digests. Raises what `Transfer.wait` raises; call `drain` then."""
+        payload = await self._digests(outgoing, source_pages)
+        tail_transfer = self._write_tail(outgoing, payload)
         outgoing.transfers.append(tail_transfer)
         *sent, tail_report = [await transfer.wait() for transfer in outgoing.transfers]
         self._give_back(outgoing)
@@ -212,13 +218,23 @@ class KvSender:
             for run in part.outgoing.runs
         ]
 
-    def _write_tail(self, outgoing: Outgoing) -> Transfer:
+    async def _digests(self, outgoing: Outgoing, source_pages: Sequence[int]) -> bytes:
+        """Of what is written; nothing where the decoder does not ask for it."""
+        prefill = outgoing.prefill
+        if not prefill.digests:
+            return b""
+        if self._page_digests is None:
+            raise MeshError("the decoder asks for digests, which this prefiller does not make")
+        runs = shards.runs(self._layout, len(self._regions), prefill.tp, prefill.attempt)
+        return await self._page_digests.take(source_pages[: len(prefill.pages)], digests.at_source(runs))
+
+    def _write_tail(self, outgoing: Outgoing, payload: bytes) -> Transfer:
         prefill, offset = outgoing.prefill, outgoing.slot.tail_offset
         tokens = plan.prefill_tokens(len(prefill.tokens))
         outgoing.writes += 1
-        packed = tail.Tail(
-            prefill.attempt, self._layout.digest(), tokens, self._layout.pages_for(tokens), outgoing.writes
-        ).pack()
+        pages = self._layout.pages_for(tokens)
+        head = tail.Tail(prefill.attempt, self._layout.digest(), tokens, pages, outgoing.writes, len(payload))
+        packed = head.pack() + payload
         self._tails[offset : offset + len(packed)] = packed
         return self._fabric.write(
             outgoing.peer,

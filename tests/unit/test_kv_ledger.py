@@ -112,7 +112,7 @@ def test_tail_round_trip():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("attempt", "ff" * 16), ("layout_digest", 8), ("tokens", 11), ("pages", 2), ("writes", 30)],
+    [("attempt", "ff" * 16), ("layout_digest", 8), ("tokens", 11), ("pages", 2), ("writes", 30), ("payload_bytes", 4)],
 )
 def test_a_tail_of_another_attempt_is_refused(field, value):
     import msgspec

@@ -179,7 +179,7 @@ def test_shardings_that_divide_are_paired(prefill_tp: int, decode_tp: int) -> No
 
 def test_mismatch_of_checks_protocol_and_model_too() -> None:
     ours = announcement("prefill", "p0")
-    for field, value in (("protocol", {"protocol": 9}), ("model", {"digest": "zz"})):
+    for field, value in (("protocol", {"protocol": 9}), ("model", {"digest": "zz"}), ("verify", {"verify": "pages"})):
         mismatch = mismatch_of(ours, announcement("decode", "d0", **value))  # type: ignore[arg-type]
         assert mismatch is not None
         assert mismatch.field == field

@@ -305,8 +305,8 @@ async def test_a_wrong_tail_fails_its_attempt_and_nothing_else():
         sender = prefill.service.sender
         honest = sender._write_tail
 
-        def forged(outgoing):
-            transfer = honest(outgoing)
+        def forged(outgoing, payload):
+            transfer = honest(outgoing, payload)
             sender._tails[outgoing.slot.tail_offset : outgoing.slot.tail_offset + 4] = b"NOPE"
             return transfer
 
@@ -398,4 +398,51 @@ async def test_a_prefiller_refuses_a_sharding_that_does_not_fit():
         honest = await router.send(router.generate(decode, prefill.announce, [1, 2, 3]))
         assert isinstance(honest, RefusedReply)
         assert (honest.code, "prefiller has 2, decoder has 3" in honest.reason) == ("mismatch", True)
+        await decode.until_idle()
+
+
+VERIFYING = {"prefill": {"verify": "pages"}, "decode": {"verify": "pages"}}
+
+
+async def test_verified_pages_are_those_of_the_whole_model_over_the_real_fabric():
+    async with mesh(real_fabric, Engine(SHARDED)) as whole:
+        router = await whole.router()
+        prefill = await whole.prefiller(tp=2, verify="pages")
+        decode = await whole.decoder(tp=4, dp=2, verify="pages")
+        prompts = [[(7 * i + n) % 96 + 1 for i in range(n)] for n in LENGTHS[1:]]
+        outputs = await asyncio.gather(*(router.run(decode, prefill.announce, prompt) for prompt in prompts))
+        assert outputs == [toy_output(prompt, 6) for prompt in prompts]
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+async def test_a_byte_that_changed_on_the_way_fails_its_attempt_and_nothing_else():
+    async with small_mesh(**VERIFYING) as (_, router, prefill, decode):
+        memory = decode.service.ranks[0].digests
+        honest = memory.take
+
+        async def changed(pages, pieces):
+            decode.executor.kv[0][LAYOUT.offset(1, pages[0], 32)] ^= 1
+            return await honest(pages, pieces)
+
+        memory.take = changed
+        generate = router.generate(decode, prefill.announce, [1, 2, 3, 4])
+        await router.start(generate)
+        await router.until(lambda: router.ended(generate.attempt), within_s=3)
+        end = router.emits[generate.attempt][-1]
+        assert "transfer: page 0 (number 0 of the prompt), layer 1, is not what prefill wrote" in end.error
+        assert end.retryable
+        memory.take = honest
+        assert await router.run(decode, prefill.announce, [1, 2, 3]) == toy_output([1, 2, 3], 6)
+        await decode.until_idle()
+        await prefill.until_idle()
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_only_both_or_none_verify(who):
+    async with small_mesh(**{who: VERIFYING[who]}) as (_, router, prefill, decode):
+        generate = router.generate(decode, prefill.announce, [1, 2, 3, 4])
+        await router.start(generate)
+        await router.until(lambda: router.ended(generate.attempt), within_s=3)
+        assert "verify differs" in router.emits[generate.attempt][-1].error
         await decode.until_idle()
