@@ -228,7 +228,7 @@ class KvSender:
         runs = shards.runs(self._layout, len(self._regions), prefill.tp, prefill.attempt)
         return await self._page_digests.take(source_pages[: len(prefill.pages)], digests.at_source(runs))
 
-    def _write_tail(self, outgoing: Outgoing, payload: bytes) -> Transfer:
+    def _write_tail(self, outgoing: Outgoing, payload: bytes = b"") -> Transfer:
         prefill, offset = outgoing.prefill, outgoing.slot.tail_offset
         tokens = plan.prefill_tokens(len(prefill.tokens))
         outgoing.writes += 1
