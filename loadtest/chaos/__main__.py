@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 def main() -> None:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, _end)
     folder = Path(tempfile.mkdtemp(prefix="kvmesh-chaos-"))
     try:
         tally = run(arguments, folder)
@@ -55,6 +57,11 @@ def run(arguments: argparse.Namespace, folder: Path) -> Tally:
     with network(NAMES) as net:
         deployment = Deployment(model, folder, net, PAGE_SIZE, KV_TOKENS, REQUEST_TIMEOUT_S)
         return asyncio.run(chaos(plan, known, deployment))
+
+
+def _end(number: int, _: object) -> None:
+    """As an exception, so that parts and namespaces are cleared away."""
+    raise SystemExit(128 + number)
 
 
 def _arguments() -> argparse.Namespace:

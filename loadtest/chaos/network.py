@@ -30,10 +30,12 @@ class Network(Protocol):
         """What stands before a part's command."""
         ...
 
-    async def cut(self, name: str, how: Cut) -> None: ...
+    async def cut(self, name: str, how: Cut) -> None:
+        """One that is cut already stays as it is."""
+        ...
 
     async def heal(self, name: str) -> None:
-        """Undoes every cut. Idempotent."""
+        """Undoes the cut. Idempotent."""
         ...
 
 
@@ -61,6 +63,8 @@ class Namespaces:
         self._tag = f"kc{os.getpid() % 0xFFFFF:x}"
         self._net = f"10.{draw.randint(64, 254)}.{draw.randint(1, 254)}"
         self._index = {name: index for index, name in enumerate(names)}
+        self._cut: dict[str, Cut] = {}
+        self._locks = {name: asyncio.Lock() for name in names}
         self.cuts: tuple[Cut, ...] = ("link down", "all packets lost") if shutil.which("bridge") else ("link down",)
 
     def host(self, name: str) -> str:
@@ -70,15 +74,22 @@ class Namespaces:
         return ["nsenter", f"--net=/run/netns/{self._space(name)}"]
 
     async def cut(self, name: str, how: Cut) -> None:
-        if how == "link down":
-            await _run("ip", "link", "set", self._link(name), "down")
-        else:
-            await _run("bridge", "link", "set", "dev", self._link(name), "state", "0")
+        async with self._locks[name]:
+            if name not in self._cut:
+                self._cut[name] = how
+                await self._set(name, how, cut=True)
 
     async def heal(self, name: str) -> None:
-        await _run("ip", "link", "set", self._link(name), "up")
-        if len(self.cuts) > 1:
-            await _run("bridge", "link", "set", "dev", self._link(name), "state", "3")
+        async with self._locks[name]:
+            if name in self._cut:
+                await self._set(name, self._cut.pop(name), cut=False)
+
+    async def _set(self, name: str, how: Cut, *, cut: bool) -> None:
+        """A port of the bridge that is down cannot be given a state, so only one kind of cut at a time."""
+        if how == "link down":
+            await _run("ip", "link", "set", self._link(name), "down" if cut else "up")
+        else:
+            await _run("bridge", "link", "set", "dev", self._link(name), "state", "0" if cut else "3")
 
     def make(self) -> None:
         """Raises `OSError` or `CalledProcessError` where it is not allowed; `remove` then clears what there is."""

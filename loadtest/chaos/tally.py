@@ -6,6 +6,9 @@ from collections import Counter
 
 import msgspec
 
+MOST_REASONS = 12
+WHY_WIDTH = 150
+
 
 class Finding(msgspec.Struct, frozen=True):
     """A wrong or hung answer, or a page that is lost, with the faults shortly before it."""
@@ -60,5 +63,7 @@ def table(tally: Tally) -> str:
         f"\n{finding.kind} at {finding.at_s:.1f} s: {finding.what}\n  after " + "; ".join(finding.faults)
         for finding in tally.findings
     ]
+    lines += ["", "Why refused or failed:"]
+    lines += [f"{count:>6}  {why[:WHY_WIDTH]}" for why, count in tally.reasons.most_common(MOST_REASONS)]
     lines += [f"\nended unasked: {end}" for end in tally.ended]
     return "\n".join(lines)

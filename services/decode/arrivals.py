@@ -20,6 +20,11 @@ from shared.telemetry import traces
 PREFILL_REPLY_S = 2.0
 """A prefiller answers a `Prefill` at once; silence this long counts as a failure of the attempt."""
 
+COME_BACK_S = 3.0
+"""After our own connection to the broker came back, a prefiller that does not listen gets this long to come back to it."""
+
+ASK_AGAIN_S = 0.1
+
 
 class Arrivals:
     """`ready` is called with each attempt whose KV is here, `freed` when pages of one that failed are free again."""
@@ -44,6 +49,8 @@ class Arrivals:
         self._tasks = tasks
         self._ready = ready
         self._freed = freed
+        self._broker_back_at: float | None = None
+        instance.bus.on_reconnect(self._note_broker_back)
 
     def start(self, attempt: Attempt, incoming: Incoming) -> None:
         """The attempt's pages are reserved and its counter is armed: now the prefiller may be asked."""
@@ -90,8 +97,31 @@ class Arrivals:
         await self._receiver.reclaim(incoming, str(error) or "cancelled", self._ask_drained)
         self._freed()
 
+    def _note_broker_back(self) -> None:
+        self._broker_back_at = asyncio.get_running_loop().time()
+
+    def _may_be_late(self) -> bool:
+        """The broker was away from us until now, so perhaps from the prefiller too, which is only later to come back."""
+        return self._broker_back_at is not None and (
+            asyncio.get_running_loop().time() - self._broker_back_at < COME_BACK_S
+        )
+
     async def _ask_prefill(self, attempt: Attempt, incoming: Incoming) -> None:
-        """Raises `AttemptFailed` where the prefiller does not take it."""
+        """Raises `AttemptFailed` where the prefiller does not take it, and why the attempt ended where it did meanwhile."""
+        prefiller = incoming.prefiller
+        while True:
+            try:
+                return await self._ask_prefill_once(attempt, incoming)
+            except NobodyListens:
+                ended = attempt.end()
+                if ended is None and self._may_be_late():
+                    await asyncio.wait({attempt.failure}, timeout=ASK_AGAIN_S)
+                    continue
+                incoming.settled.set()
+                raise ended or AttemptFailed("prefill", f"{prefiller.name} is gone") from None
+
+    async def _ask_prefill_once(self, attempt: Attempt, incoming: Incoming) -> None:
+        """Raises `NobodyListens`, or `AttemptFailed` as `_ask_prefill`."""
         prefiller = incoming.prefiller
         subject = subjects.inbox("prefill", prefiller)
         try:
@@ -99,8 +129,7 @@ class Arrivals:
                 subject, self._prefill(attempt, incoming), Reply, timeout_s=PREFILL_REPLY_S, context=attempt.context
             )
         except NobodyListens:
-            incoming.settled.set()
-            raise AttemptFailed("prefill", f"{prefiller.name} is gone") from None
+            raise
         except BusError as error:
             raise AttemptFailed("prefill", str(error)) from None
         if isinstance(answer, RefusedReply):

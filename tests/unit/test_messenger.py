@@ -49,6 +49,7 @@ class Pair:
         self.from_regions = [self.source.memory(self.here.region_bytes(PAGES_HERE)) for _ in range(source_tp)]
         self.to_regions = [self.target.memory(self.there.region_bytes(PAGES_THERE)) for _ in range(target_tp)]
         self.regions = self.to_regions
+        self.digests = None
         self.from_region, self.to_region = self.from_regions[0], self.to_regions[0]
         self.from_region.memory[:] = bytes(i * 7 % 251 for i in range(self.from_region.length))
         self.sender = KvSender(

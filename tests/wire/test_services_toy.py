@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from shared import subjects
 from shared.errors import PeerLost
-from shared.messages import Accepted, InstanceRef, RefusedReply
+from shared.messages import Accepted, InstanceRef, RefusedReply, ToPrefiller
 from tests.inproc import LAYOUT, Engine, mesh, real_fabric
 from tests.landing_fabric import LandingFabric
 from tests.toy_executor import toy_output
@@ -451,4 +452,39 @@ async def test_only_both_or_none_verify(who):
         await router.start(generate)
         await router.until(lambda: router.ended(generate.attempt), within_s=3)
         assert "verify differs" in router.emits[generate.attempt][-1].error
+        await decode.until_idle()
+
+
+async def test_after_the_broker_was_away_a_prefiller_may_be_later_to_come_back_than_the_decoder():
+    async with small_mesh() as (_, router, prefill, decode):
+        away = msgspec.structs.replace(prefill.announce, instance=InstanceRef("prefill", 1))
+        decode.service._arrivals._note_broker_back()
+        generate, cancelled = (router.generate(decode, away, [1, 2, 3, 4]) for _ in range(2))
+        await router.start(generate)
+        await router.start(cancelled)
+        await asyncio.sleep(0.2)
+        assert not router.ended(generate.attempt)
+        await router.cancel(cancelled)
+        async with asyncio.timeout(1):
+            while len(decode.service._attempts) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+        async def refuse(message):
+            refusal = RefusedReply(attempt=message.body.attempt, code="busy", reason="it is back", retryable=True)
+            await message.reply(refusal)
+
+        bus = prefill.instance.bus
+        await bus.subscribe(subjects.inbox("prefill", away.instance), ToPrefiller, refuse)
+        await router.until(lambda: router.ended(generate.attempt), within_s=2)
+        assert "prefill refused: it is back" in router.emits[generate.attempt][-1].error
+        await decode.until_idle()
+
+
+async def test_a_prefiller_that_is_gone_is_known_to_be_at_once():
+    async with small_mesh() as (_, router, prefill, decode):
+        gone = msgspec.structs.replace(prefill.announce, instance=InstanceRef("prefill", 1))
+        generate = router.generate(decode, gone, [1, 2, 3, 4])
+        await router.start(generate)
+        await router.until(lambda: router.ended(generate.attempt), within_s=1)
+        assert "prefill is gone" in router.emits[generate.attempt][-1].error
         await decode.until_idle()
