@@ -55,6 +55,11 @@ class Message(Generic[T]):
         """The sender's trace context; a fresh root where there is none."""
         return traces.extract(self._raw.headers)
 
+    @property
+    def wants_reply(self) -> bool:
+        """Whether it is a request."""
+        return bool(self._raw.reply)
+
     async def reply(self, answer: msgspec.Struct) -> None:
         """Answers a request; nothing where the sender wants no answer. Raises `BusError` while the broker is away."""
         if not self._raw.reply:

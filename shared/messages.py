@@ -232,7 +232,8 @@ class CancelPrefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prefiller → decoder: no write of this attempt is outstanding, and none will be posted. The answer to a cancel
-    (`error` None), or sent unasked when the prefill failed, for the reason in `error`."""
+    (`error` None), or a request of its own (`Accepted`) when the prefill failed, for the reason in `error`: repeated until it is
+    answered, for nobody else tells the decoder."""
 
     attempt: str
     decoder: InstanceRef

@@ -134,6 +134,8 @@ class DecodeService:
                 self._on_cancel(attempt_id)
             case Drained():
                 self._arrivals.on_drained(message.body)
+                if message.wants_reply:
+                    await message.reply(Accepted(message.body.attempt))
 
     def _on_generate(self, generate: Generate, message: Message[ToDecoder]) -> Reply:
         decided = admission.decide(generate, self._capacity())

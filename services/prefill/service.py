@@ -33,6 +33,13 @@ CONNECT_S = 3.0
 """How long a decoder's fabric may take to answer the first time."""
 
 
+GONE_S = 5.0
+"""A decoder that does not answer for this long, over a broker that is there, is gone: it needs to know nothing."""
+
+TOLD_S = 1.0
+TELL_AGAIN_S = 0.2
+
+
 class PrefillService:
     """One prefiller. `run` serves until it is cancelled; `drain` ends it politely before."""
 
@@ -238,7 +245,9 @@ class PrefillService:
             await self.sender.drain(running.outgoing)
         running.drained.set()
         if outcome == "failed":
-            await self._tell_failed(running)
+            telling = self._tasks.create_task(self._tell_failed(running))
+            if self._draining:
+                await telling
         await running.out_of_step.wait()
         self._pool.release(running.job.attempt)
         del self._running[running.job.attempt]
@@ -256,11 +265,25 @@ class PrefillService:
             error=str(reason),
             retryable=reason.retryable if isinstance(reason, AttemptFailed) else True,
         )
+        subject = subjects.inbox("decode", prefill.decoder)
+        loop = asyncio.get_running_loop()
+        heard_at = loop.time()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(prefill.budget_s):
+                while not await self._told(subject, drained, running):
+                    heard_at = heard_at if self._instance.bus.connected else loop.time()
+                    if self._draining or loop.time() > heard_at + GONE_S:
+                        break
+                    await asyncio.sleep(TELL_AGAIN_S)
+
+    async def _told(self, subject: str, drained: Drained, running: Running) -> bool:
+        """False where it may be worth another try: a broker that is away, or was, may have lost it."""
         try:
-            subject = subjects.inbox("decode", prefill.decoder)
-            await self._instance.bus.publish(subject, drained, context=running.context)
+            await self._instance.bus.request(subject, drained, Accepted, timeout_s=TOLD_S, context=running.context)
         except BusError as error:
             log.debug("the decoder was not told: %s", error)
+            return False
+        return True
 
     # ---- chunks
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shared import subjects
-from shared.errors import PeerLost
+from shared.errors import BusError, MeshError, PeerLost
 from shared.messages import Accepted, InstanceRef, RefusedReply, ToPrefiller
 from tests.inproc import LAYOUT, Engine, mesh, real_fabric
 from tests.landing_fabric import LandingFabric
@@ -488,3 +488,31 @@ async def test_a_prefiller_that_is_gone_is_known_to_be_at_once():
         await router.until(lambda: router.ended(generate.attempt), within_s=1)
         assert "prefill is gone" in router.emits[generate.attempt][-1].error
         await decode.until_idle()
+
+
+async def test_a_failure_whose_word_is_lost_is_told_again():
+    """Else the decoder would wait for the KV until the request's deadline."""
+    async with small_mesh() as (_, router, prefill, decode):
+        bus = prefill.instance.bus
+        honest, lost = bus.request, []
+
+        async def losing(subject, body, *arguments, **named):
+            if len(lost) < 2:
+                lost.append(body)
+                raise BusError("it went away with the broker")
+            return await honest(subject, body, *arguments, **named)
+
+        bus.request = losing
+        prefill.executor.gate.clear()
+        generate = router.generate(decode, prefill.announce, [1, 2, 3, 4])
+        await router.start(generate)
+        async with asyncio.timeout(3):
+            while not (running := list(prefill.service._running.values())):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        running[0].fail(MeshError("the prefill failed"))
+        prefill.executor.gate.set()
+        await router.until(lambda: router.ended(generate.attempt), within_s=3)
+        assert "the prefill failed" in router.emits[generate.attempt][-1].error
+        assert len(lost) == 2
+        await decode.until_idle()
+        await prefill.until_idle()
