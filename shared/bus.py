@@ -256,7 +256,9 @@ class Bus:
 
 
 def _credentials(access: Access) -> dict[str, Any]:
-    """Of `Client.connect`."""
+    """Of `Client.connect`. Raises `ConfigError` for what cannot be an address or a file of certificates."""
+    if not _is_address(access.url):
+        raise ConfigError("KVMESH_NATS_URL", _shown(access.url), "nats://HOST:PORT or tls://HOST:PORT")
     options: dict[str, Any] = {}
     if access.user:
         options |= {"user": access.user, "password": access.password}
@@ -268,6 +270,14 @@ def _credentials(access: Access) -> dict[str, Any]:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError("KVMESH_NATS_CA", access.ca, f"a PEM file of certificates ({error})") from None
     return options
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def _shown(url: str) -> str:

@@ -11,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from shared.bus import Access, Bus
-from shared.errors import BusError, NobodyListens
+from shared.errors import BusError, ConfigError, NobodyListens
 
 
 class Ping(msgspec.Struct, tag=True):
@@ -162,6 +162,22 @@ async def test_a_broker_that_is_not_there_is_named():
     with pytest.raises(BusError, match=r"no broker at nats://127\.0\.0\.1:1\b"):
         async with Bus.connect(Access(url="nats://127.0.0.1:1"), timeout_s=0.3):
             pass
+
+
+@pytest.mark.parametrize(
+    "url", ["", "broker", "127.0.0.1:4222", "http://broker:4222", "nats://", "nats://broker:many", "nats://b:0"]
+)
+async def test_what_is_no_address_is_named(url):
+    with pytest.raises(ConfigError, match=r"KVMESH_NATS_URL.*takes nats://HOST:PORT"):
+        async with Bus.connect(Access(url=url)):
+            pass
+
+
+async def test_what_is_secret_in_an_address_is_not_said():
+    with pytest.raises(ConfigError) as raised:
+        async with Bus.connect(Access(url="http://me:secret@broker")):
+            pass
+    assert "secret" not in str(raised.value)
 
 
 async def test_a_wrong_token_is_an_error_in_time(shared_broker):
