@@ -23,6 +23,11 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 std::string from_bytes(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
+// A sentence may quote what a peer said, which may be anything.
+nb::str to_text(const std::string& text) {
+    return nb::steal<nb::str>(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 // What Python passes for one paged write.
 struct PagedWrite {
     uint64_t lane;
@@ -75,7 +80,7 @@ void bind_error(nb::module_& module) {
             } catch (const SetupError& error) {
                 const Fault& fault = error.fault();
                 nb::tuple arguments =
-                    nb::make_tuple(static_cast<int>(fault.status), fault.call, fault.code, fault.text);
+                    nb::make_tuple(static_cast<int>(fault.status), fault.call, fault.code, to_text(fault.text));
                 PyErr_SetObject(static_cast<PyObject*>(payload), arguments.ptr());
             }
         },
@@ -88,7 +93,7 @@ void bind_event(nb::module_& module) {
         .def_prop_ro("status", [](const Event& event) { return static_cast<int>(event.fault.status); })
         .def_prop_ro("call", [](const Event& event) { return event.fault.call; })
         .def_prop_ro("code", [](const Event& event) { return event.fault.code; })
-        .def_prop_ro("text", [](const Event& event) { return event.fault.text; })
+        .def_prop_ro("text", [](const Event& event) { return to_text(event.fault.text); })
         .def_prop_ro("token", [](const Event& event) { return event.token; })
         .def_prop_ro("lane", [](const Event& event) { return event.lane; })
         .def_prop_ro("peer", [](const Event& event) { return event.peer; })

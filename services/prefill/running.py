@@ -58,6 +58,7 @@ class Running:
         """The result of `work`, which counts even where a failure came at the same moment; otherwise raises the failure as
         soon as there is one, with `work` cancelled."""
         task = asyncio.ensure_future(work)
+        task.add_done_callback(_seen)
         either: set[asyncio.Future[Any]] = {task, self._failure}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -68,11 +69,16 @@ class Running:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-                if not task.cancelled():
-                    task.exception()  # it failed in the same moment: the first failure is the one that counts
 
     def enter_step(self, now_ns: int, metrics: PrefillMetrics) -> None:
         self.out_of_step.clear()
         if not self.started_ns:
             self.started_ns = now_ns
             metrics.queue.observe((now_ns - self.accepted_ns) / 1e9)
+
+
+def _seen(task: asyncio.Future[Any]) -> None:
+    """It may fail in the moment in which something else ends the wait: the first failure is the one that counts, and the other
+    is not an error of the program."""
+    if not task.cancelled():
+        task.exception()

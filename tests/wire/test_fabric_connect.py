@@ -142,6 +142,14 @@ async def test_another_provider_is_refused_by_name(provider: str) -> None:
             )
 
 
+async def test_a_provider_that_is_no_text_is_refused_by_name() -> None:
+    async with open_fabric("tcp") as here, open_fabric("tcp") as there:
+        spoiled = there.address.replace(b"tcp", b"t\xa4p")
+        assert spoiled != there.address
+        with pytest.raises(PeerUnreachable, match="the peer has provider t\ufffdp, this side has tcp"):
+            await here.connect(spoiled, timeout_s=DEADLINE_S)
+
+
 @pytest.mark.case("F3")
 async def test_another_incarnation_is_refused(provider: str) -> None:
     async with open_fabric(provider) as here, open_fabric(provider, identity=5) as there:
