@@ -73,8 +73,20 @@ async def test_connections_that_ended_while_nothing_ran_are_made_anew():
         router = await whole.router()
         prefill, decode = await whole.prefiller(), await whole.decoder()
         nodes = (prefill, decode)
+
+        async def run(tokens):
+            """One that meets the end of the old connection fails as one that may be tried again: the next one must not."""
+            generate = router.generate(decode, prefill.announce, tokens)
+            await router.start(generate)
+            await router.until(lambda: router.ended(generate.attempt))
+            if (last := router.emits[generate.attempt][-1]).error is None:
+                return await router.result(generate)
+            assert last.retryable
+            assert "was lost" in last.error
+            return await router.run(decode, prefill.announce, tokens)
+
         for ended, other in (nodes, nodes[::-1]):
-            assert await router.run(decode, prefill.announce, [1, 2, 3, 4, 5]) == toy_output([1, 2, 3, 4, 5], 6)
+            assert await run([1, 2, 3, 4, 5]) == toy_output([1, 2, 3, 4, 5], 6)
             await ended.instance.fabric.fence(other.instance.ref.incarnation)
         for bus in (prefill.instance.bus, decode.instance.bus):
             back = asyncio.Event()
@@ -83,6 +95,6 @@ async def test_connections_that_ended_while_nothing_ran_are_made_anew():
             async with asyncio.timeout(5):
                 await back.wait()
             await bus.flush()
-        assert await router.run(decode, prefill.announce, [5, 4, 3, 2]) == toy_output([5, 4, 3, 2], 6)
+        assert await run([5, 4, 3, 2]) == toy_output([5, 4, 3, 2], 6)
         await prefill.until_idle()
         await decode.until_idle()
