@@ -32,7 +32,7 @@ async def until_reached(host: str) -> None:
 async def test_a_cut_link_carries_nothing_until_it_is_healed_and_overlapping_cuts_are_one():
     with network(["a", "b"]) as spaces:
         if not isinstance(spaces, Namespaces):
-            pytest.skip("needs root and ip netns")
+            pytest.skip("no network namespaces here: they need root and iproute2")
         assert spaces.host("a") != spaces.host("b")
         for first, second in zip(spaces.cuts, reversed(spaces.cuts), strict=True):
             await until_reached(spaces.host("b"))

@@ -28,6 +28,11 @@ def forge(descriptor: bytes, *, length: int | None = None, key_xor: int = 0) -> 
     )
 
 
+SHM_REFUSES_NOTHING = (
+    "shm checks neither ranges nor revoked keys, so there is nothing to see: it is for trusted peers alone"
+)
+
+
 async def write_with(
     here: Fabric, peer: Connection, source: Memory, descriptor: bytes, offset: int, *, timeout_s: float = DEADLINE_S
 ) -> None:
@@ -45,7 +50,7 @@ async def test_the_target_refuses(provider: str, crime: str) -> None:
         good = Memory(there, PAGE)
         if provider == "shm":
             if crime != "key":
-                pytest.skip("shm checks neither ranges nor revoked keys: for trusted peers only, as documented")
+                pytest.skip(SHM_REFUSES_NOTHING)
             peer = await forge_on_shm(here, there, peer, source, target)
         else:
             forged = {
@@ -82,7 +87,7 @@ async def forge_on_shm(here: Fabric, there: Fabric, peer: Connection, source: Me
 
 async def test_a_bad_write_takes_only_its_own_connection(provider: str) -> None:
     if provider == "shm":
-        pytest.skip("shm does not refuse")
+        pytest.skip(SHM_REFUSES_NOTHING)
     async with open_fabric(provider) as here, open_fabric(provider) as there, open_fabric(provider) as bystander:
         source, target = Memory(here, 64 * PAGE), Memory(there, PAGE)
         other = Memory(bystander, 64 * PAGE)
@@ -103,7 +108,7 @@ async def test_a_bad_write_takes_only_its_own_connection(provider: str) -> None:
 async def test_a_bad_write_among_good_ones(provider: str) -> None:
     """A stream breaks for all writes behind the bad one: one is refused, the others are lost, none is left."""
     if provider == "shm":
-        pytest.skip("shm does not refuse")
+        pytest.skip(SHM_REFUSES_NOTHING)
     async with open_fabric(provider) as here, open_fabric(provider) as there:
         source, target = Memory(here, 64 * PAGE), Memory(there, 64 * PAGE)
         peer = await here.connect(there.address, timeout_s=DEADLINE_S)
