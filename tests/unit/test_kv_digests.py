@@ -16,7 +16,8 @@ from shared.kv.shards import runs, shard_layout
 from shared.messages import Prefill
 from shared.messenger.receiver import KvReceiver
 from shared.messenger.sender import KvSender
-from tests.unit.test_messenger import ATTEMPT, LATENT, PAGES_HERE, PAGES_THERE, SHARDED, Pair, content
+from tests.unit.test_messenger import ATTEMPT, PAGES_HERE, PAGES_THERE, Pair
+from tests.unit.test_messenger_ranks import LATENT, SHARDED, content
 
 SOURCE_PAGES = (5, 0, 2)
 SIZES = [1, 2, 4, 8]
