@@ -7,7 +7,7 @@ export TORCH TORCH_INDEX
 NATIVE_SOURCES := $(shell find native -name '*.cpp' -o -name '*.h')
 BUILT_FROM := pyproject.toml scripts/setup.sh $(NATIVE_SOURCES) $(shell find native -name CMakeLists.txt)
 
-.PHONY: serve test check check-native bench chaos env build format clean
+.PHONY: serve test check check-native test-compose bench chaos env build format clean
 
 serve: $(VENV)/run.stamp ## a whole mesh on this machine, with the default model (KVMESH_MODEL: another)
 	@$(BIN)/kvmesh up --restart yes
@@ -15,7 +15,7 @@ serve: $(VENV)/run.stamp ## a whole mesh on this machine, with the default model
 test: env ## all tests
 	@$(PY) -m pytest -q
 
-check: env ## formatting, lint, types, layers, stubs
+check: env ## formatting, lint, types, layers, stubs, manifests
 	@$(BIN)/ruff format --check -q .
 	@$(BIN)/ruff check -q .
 	@$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
@@ -23,9 +23,13 @@ check: env ## formatting, lint, types, layers, stubs
 	@$(BIN)/lint-imports
 	@$(PY) -m mypy.stubtest --allowlist native/fabric/stubtest.allow shared.transfer._native
 	@$(PY) -m mypy.stubtest --allowlist native/bindings/stubtest.allow shared.models._kernels
+	@sh scripts/check_deploy.sh $(BIN)
 
 check-native: env ## the native tests under AddressSanitizer and ThreadSanitizer
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh native/check.sh
+
+test-compose: env ## the containers: image, compose, scaling and a kill under load; says so where no engine can be had
+	@$(PY) -m tests.compose.check || [ $$? = 77 ]
 
 bench: env ## the benchmarks, one after another; tables on the screen, JSON in report/
 	@$(PY) -m loadtest.bench_fabric

@@ -12,6 +12,8 @@ COMMANDS = {
     "decode": ("services.decode.main", "one decode instance"),
     "credentials": ("services.up.credentials", "certificates, users and rights for a broker that others can reach"),
     "key": ("services.router.new_key", "a new API key for the router"),
+    "fetch": ("services.fetch", "the model's directory, fetched where it is not here yet"),
+    "probe": ("services.probe", "whether the service of this host lives, or is ready"),
     "settings": ("services.settings", "every setting with its default, as the README's table"),
 }
 

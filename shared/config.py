@@ -20,7 +20,9 @@ from shared.errors import ConfigError
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What every process takes."""
 
-    name: Annotated[str, Meta(description="stable name of this instance; default: the role")] = ""
+    name: Annotated[
+        str, Meta(description="stable name of this instance; default: the role; auto: role and host name")
+    ] = ""
     nats_url: Annotated[str, Meta(description="the broker: nats:// or tls://")] = "nats://127.0.0.1:4222"
     nats_token: Annotated[str, Meta(description="the broker's token; empty: none")] = ""
     nats_user: Annotated[str, Meta(description="user at the broker (`kvmesh credentials` makes one a role)")] = ""
@@ -28,7 +30,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     nats_ca: Annotated[
         str, Meta(description="PEM file of who signs a tls:// broker's certificate; empty: the system's authorities")
     ] = ""
-    host: Annotated[str, Meta(description="address on which HTTP listens")] = "127.0.0.1"
+    host: Annotated[str, Meta(description="address on which HTTP listens; auto: what the broker sees")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port on which HTTP listens; 0: a free one")] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line shown")] = (
         "info"
@@ -68,7 +70,7 @@ class InstanceSettings(Settings, frozen=True, kw_only=True):
     fabric: Annotated[str, Meta(description="tcp, shm (trusted peers on one host) or libfabric:<provider>")] = "tcp"
     fabric_host: Annotated[
         str,
-        Meta(description="address under which peers reach this instance's fabric; several, by commas: several NICs"),
+        Meta(description="where peers reach this fabric; several, by commas: several NICs; auto: what the broker sees"),
     ] = "127.0.0.1"
     verify: Annotated[
         Literal["no", "pages"],

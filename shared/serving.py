@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Protocol, TypeVar
 
-import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
@@ -20,9 +19,10 @@ from shared.instance import Announcer, Instance
 from shared.messages import Load, Role
 from shared.opening import open_instance
 from shared.telemetry import traces
-from shared.telemetry.metrics import LedgerCollector, new_registry
+from shared.telemetry.metrics import LedgerCollector, LoadCollector, new_registry
 from shared.web.health import Readiness, add_health
 from shared.web.server import listening
+from shared.whereabouts import settle
 
 
 class Service(Protocol):
@@ -54,10 +54,9 @@ def main(
     """A whole process: settings, signals, service. Exit status 1, and one line, where something is wrong."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        settings = config.load(kind, arguments, os.environ, prog=f"kvmesh {role}")
+        settings = settle(config.load(kind, arguments, os.environ, prog=f"kvmesh {role}"), role)
     except ConfigError as error:
         lifecycle.fail(role, error)
-    settings = msgspec.structs.replace(settings, name=settings.name or role)
 
     async def run(stop: asyncio.Event) -> None:
         await serve(role, settings, stop, make, max_batch(settings))
@@ -76,6 +75,7 @@ async def serve(role: Role, settings: S, stop: asyncio.Event, make: MakeService[
             async with asyncio.TaskGroup() as tasks:
                 service = make(instance, settings, registry, tasks)
                 stack.callback(service.close)
+                registry.register(LoadCollector(service.load, max_batch))
                 app = app_with_health(service, registry)
                 url = await stack.enter_async_context(listening(app, settings.host, settings.port))
                 announcer = Announcer(instance, service.load, max_batch=max_batch, http=url)

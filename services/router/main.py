@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
-
 from services.router.api import Api
 from services.router.detokenize import Vocabulary
 from services.router.keys import Keyring, read_keys
@@ -31,6 +29,7 @@ from shared.models.source import resolve
 from shared.telemetry import traces
 from shared.telemetry.metrics import new_registry
 from shared.web.server import listening
+from shared.whereabouts import settle
 
 DRAIN_CANCELS_S = 1.0
 """How long a router that ends waits for its last cancels to go out."""
@@ -40,10 +39,9 @@ def main(argv: list[str] | None = None) -> None:
     """Runs until SIGTERM or Ctrl-C. Exit status 1, and one line, where something is wrong."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        settings = config.load(RouterSettings, arguments, os.environ, prog="kvmesh router")
+        settings = settle(config.load(RouterSettings, arguments, os.environ, prog="kvmesh router"), "router")
     except ConfigError as error:
         lifecycle.fail("router", error)
-    settings = msgspec.structs.replace(settings, name=settings.name or "router")
 
     async def run(stop: asyncio.Event) -> None:
         traces.configure("kvmesh-router", settings.name, settings.otlp_endpoint)

@@ -38,34 +38,40 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--port", type=int, default=4222, help="port of the broker [4222]")
     parser.add_argument("--days", type=int, default=365, help="how long the certificates are valid [365]")
+    parser.add_argument("--seen-at", type=Path, help="where who reads them will find the files [the directory]")
     asked = parser.parse_args(argv)
+    hosts = asked.host or ["localhost", "127.0.0.1"]
     try:
-        write(asked.directory, asked.host or ["localhost", "127.0.0.1"], asked.port, asked.days)
+        write(asked.directory, hosts, asked.port, asked.days, seen_at=asked.seen_at)
     except ConfigError as error:
         lifecycle.fail("credentials", error)
-    print(f"{asked.directory}: start the broker with  nats-server -c {asked.directory}/nats.conf")
+    print(f"{asked.directory}: start the broker with  nats-server -c {asked.seen_at or asked.directory}/nats.conf")
 
 
-def write(directory: Path, hosts: Sequence[str], port: int, days: int) -> None:
-    """Writes the files, the secret ones so that only their owner can read them. Raises `ConfigError`."""
+def write(directory: Path, hosts: Sequence[str], port: int, days: int, *, seen_at: Path | None = None) -> None:
+    """Writes the files, the secret ones so that only their owner can read them. `seen_at`: the directory in which they find one
+    another, where they are carried elsewhere. Raises `ConfigError`."""
     _check(directory, port, days)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key, days)
     certificate = _certificate(ca, ca_key, key, hosts, days)
     passwords = new_passwords()
     directory = directory.resolve()
+    seen_at = seen_at or directory
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     pem = serialization.Encoding.PEM
     (directory / "ca.pem").write_bytes(ca.public_bytes(pem))
     broker = directory / "broker.pem"
     _secret(broker, certificate.public_bytes(pem) + key.private_bytes(pem, *private))
-    _secret(directory / "nats.conf", nats_config(f"0.0.0.0:{port}", passwords, certificate=broker).encode())
+    _secret(
+        directory / "nats.conf", nats_config(f"0.0.0.0:{port}", passwords, certificate=seen_at / broker.name).encode()
+    )
     for role in ROLES:
         told = {
             "KVMESH_NATS_URL": f"tls://{hosts[0]}:{port}",
             "KVMESH_NATS_USER": role,
             "KVMESH_NATS_PASSWORD": passwords[role],
-            "KVMESH_NATS_CA": str(directory / "ca.pem"),
+            "KVMESH_NATS_CA": str(seen_at / "ca.pem"),
         }
         _secret(directory / f"{role}.env", "".join(f"{name}={value}\n" for name, value in told.items()).encode())
 

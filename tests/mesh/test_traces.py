@@ -77,12 +77,15 @@ async def test_metrics_tell_of_the_request_and_the_ledger(served_directory):
             "kvmesh_kv_wait_seconds_count 1.0",
             "kvmesh_decode_tokens_total 8.0",
             'kvmesh_pages{dp_rank="0",state="free"} 256',
+            "kvmesh_occupancy 0.0",
+            "kvmesh_running 0.0",
         ],
         "prefill": [
             "kvmesh_transfer_seconds_count 1.0",
             "kvmesh_transfer_hidden_ratio_count 1.0",
             "kvmesh_prefill_tokens_total 99.0",
             'kvmesh_pages{dp_rank="0",state="quarantined"} 0',
+            "kvmesh_queued_prefill_tokens 0.0",
         ],
     }.items():
         for line in expected:

@@ -198,3 +198,9 @@ async def test_credentials_are_not_logged(made: Path, guarded: Broker, caplog: p
         await bus.flush()
     logging.getLogger(__name__).info("%r", own)
     assert own.password not in caplog.text
+
+
+def test_files_that_are_carried_elsewhere_name_their_place_there(tmp_path: Path) -> None:
+    credentials.write(tmp_path / "made", ["broker"], 4222, 30, seen_at=Path("/etc/kvmesh"))
+    assert told(tmp_path / "made", "decode")["KVMESH_NATS_CA"] == "/etc/kvmesh/ca.pem"
+    assert 'cert_file: "/etc/kvmesh/broker.pem"' in (tmp_path / "made" / "nats.conf").read_text()
