@@ -56,18 +56,21 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """`tokens` run at positions start, start+1, ...; their K and V are written into `pages`; they attend to positions
     0 .. their own. `pages` is the request's page table, int32 little-endian, long enough for start + len(tokens) tokens.
-    `sample` None: no logits are computed for this row. Otherwise one token is drawn from the last token's logits."""
+    `sample` None: no logits are computed for this row. Otherwise tokens are drawn as `shared.models.verify` has it: one after
+    the last token, or, where the last `drafts` of `tokens` are proposals, one after each place up to the first that is not what
+    is drawn there."""
 
     tokens: list[int]
     start: int
     pages: bytes
     sample: Sampling | None = None
+    drafts: int = 0
     history: bytes = b""
-    """All tokens before the one that is drawn, int32 little-endian, where `sample.looks_back`; the first `prompt_tokens` of
+    """All tokens before the first that is drawn, int32 little-endian, where `sample.looks_back`; the first `prompt_tokens` of
     them are the prompt."""
     prompt_tokens: int = 0
     forbidden: list[int] = []
-    """Tokens that cannot be drawn."""
+    """Tokens that cannot be drawn, in any place of the row."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,15 +82,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`sampled[i]` is row i's token, None where it asked for none; `logprobs` has those of the rows that asked for them, by
-    row. `begin_ns`, `end_ns`: CLOCK_MONOTONIC around the forward. `counter`: the layer counter after it."""
+    """`sampled[i]` are row i's tokens, none where it asked for none: of a row with drafts those that were right, and the one
+    after them. `logprobs` has one for each, of the rows that asked for them, by row. `begin_ns`, `end_ns`: CLOCK_MONOTONIC
+    around the forward. `counter`: the layer counter after it."""
 
     step: int
-    sampled: list[int | None]
+    sampled: list[list[int]]
     begin_ns: int
     end_ns: int
     counter: int
-    logprobs: dict[int, TokenLogprob] = {}
+    logprobs: dict[int, list[TokenLogprob]] = {}
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True, tag=True):

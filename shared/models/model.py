@@ -24,6 +24,7 @@ from shared.models.loader import Loader
 from shared.models.logprobs import Distribution
 from shared.models.sampling import sample
 from shared.models.shard import shard_of
+from shared.models.verify import Place, places_of
 from shared.models.weights import Weights
 
 
@@ -38,10 +39,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draws(NamedTuple):
-    """`tokens`: for each row, None where none was asked for or another rank draws. `logprobs`: by row, where asked for."""
+    """`tokens`: for each row, none where none was asked for or another rank draws. `logprobs`: by row, one a token, where asked
+    for."""
 
-    tokens: list[int | None]
-    logprobs: dict[int, TokenLogprob]
+    tokens: list[list[int]]
+    logprobs: dict[int, list[TokenLogprob]]
+
+    @classmethod
+    def none(cls, rows: int) -> Draws:
+        return cls([[] for _ in range(rows)], {})
 
 
 class Model:
@@ -84,11 +90,11 @@ class Model:
         return self._attention.name
 
     def step(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> list[int | None]:
-        """The tokens of `draw`."""
-        return self.draw(rows, after_attention).tokens
+        """The first token of each row of `draw`."""
+        return [tokens[0] if tokens else None for tokens in self.draw(rows, after_attention).tokens]
 
     def draw(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> Draws:
-        """One forward over `rows`: their K and V are written, and a token is drawn for each row that asks for one.
+        """One forward over `rows`: their K and V are written, and tokens are drawn for each row that asks for some.
 
         `after_attention` is called once a layer, when the tensor parallel group has written the layer's K and V. Only its
         rank 0 draws. Other rows never change what a row gets, not by a bit. Raises `RankLost`, and `RowsFailed` for rows
@@ -100,9 +106,9 @@ class Model:
         except (ValueError, OverflowError, TypeError) as error:
             self._stand_by()
             raise RowsFailed(str(error)) from None
-        wanted = [i for i, row in enumerate(rows) if row.sample is not None]
-        x = self._run(tokens, after_attention, fill_only=not wanted)
-        return self._drawn(rows, wanted, x) if wanted else Draws([None] * len(rows), {})
+        places = places_of(rows)
+        x = self._run(tokens, after_attention, fill_only=not places)
+        return self._drawn(rows, places, x) if places else Draws.none(len(rows))
 
     def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
         """`[tokens, vocab]`: the logits after every token of the rows, in a tensor parallel group's rank 0; the others take
@@ -114,6 +120,8 @@ class Model:
         for i, row in enumerate(rows):
             if row.sample is not None and self._prefills_only:
                 raise ValueError(f"row {i}: asks for a token of a model that was loaded to prefill only")
+            if not 0 <= row.drafts < max(1, len(row.tokens)):
+                raise ValueError(f"row {i}: {row.drafts} drafts of {len(row.tokens)} tokens")
         tokens = np.array([token for row in rows for token in row.tokens], np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.config.vocab_size):
             raise ValueError(f"a token outside of 0 .. {self.config.vocab_size - 1}")
@@ -137,30 +145,30 @@ class Model:
         if self._shares_experts:
             self._run(self._plan([]), None, fill_only=False)
 
-    def _drawn(self, rows: Sequence[BatchRow], wanted: Sequence[int], x: Floats) -> Draws:
-        """For each row that is `wanted`, out of the hidden states of all rows' tokens; where this rank draws."""
-        draws = Draws([None] * len(rows), {})
-        ends = np.cumsum([len(row.tokens) for row in rows])
-        logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
+    def _drawn(self, rows: Sequence[BatchRow], places: Sequence[Place], x: Floats) -> Draws:
+        """For each row of `places`, out of the hidden states of all rows' tokens; where this rank draws."""
+        logits = self._network.logits(np.ascontiguousarray(x[[place.token for place in places]]))
         if not self._draws:
-            return draws
-        samplings = [sampling for row in rows if (sampling := row.sample) is not None]
-        positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
-        known = {
-            i: Distribution(at, s.logprobs)
-            for i, at, s in zip(wanted, logits, samplings, strict=True)
-            if s.logprobs is not None
-        }
+            return Draws.none(len(rows))
+        known = [
+            Distribution(at, sampling.logprobs) if sampling.logprobs is not None else None
+            for at, sampling in zip(logits, (place.sampling for place in places), strict=True)
+        ]
         try:
-            for i, row_logits in zip(wanted, logits, strict=True):
-                adjust(row_logits, rows[i])
-            tokens = sample(self._context, logits, samplings, positions)
+            for at, place in zip(logits, places, strict=True):
+                adjust(at, rows[place.row], place.drafts)
+            drawn = sample(
+                self._context, logits, [place.sampling for place in places], [place.position for place in places]
+            )
         except ValueError as error:
             raise RowsFailed(str(error)) from None
-        for i, token in zip(wanted, tokens, strict=True):
-            draws.tokens[i] = token
-            if i in known:
-                draws.logprobs[i] = known[i].of(token)
+        draws = Draws.none(len(rows))
+        for place, token, distribution in zip(places, drawn, known, strict=True):
+            if not place.reached(draws.tokens[place.row]):
+                continue
+            draws.tokens[place.row].append(token)
+            if distribution is not None:
+                draws.logprobs.setdefault(place.row, []).append(distribution.of(token))
         return draws
 
 
