@@ -4,7 +4,7 @@
 
 Two meshes of one prefiller and one decoder, alike but for the setting, asked in turn for the same greedy completion of one
 request at a time; who is asked first alternates. The time is that from the first event to the last, over the tokens after the
-first. Medians, and the median of the ratios of pairs. Both must say the same, or it stops. What stood is what the decoder counted.
+first. Medians, and the median of the ratios of pairs. Both must say the same, or it stops. What stood is as the decoder counts.
 Prints a table and writes report/bench_speculation.json.
 """
 
