@@ -10,10 +10,14 @@ a time, then `Stop`. Executor → main: `Started` | `StartFailed`, then one `Ste
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from shared.layout import KvLayout
 from shared.messages import Sampling, TokenLogprob
+
+Drafter = Literal["none", "mtp", "model"]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -31,6 +35,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """"prefill", "decode" or "mixed": which forms of the weights are worth keeping in memory."""
     kv_fd: int
     counter_fd: int
+    drafter: Drafter = "none"
+    """Who proposes tokens: "mtp", the model's own multi-token prediction layer, or "model", that of `draft_model`, a directory
+    like `model`. `layout` has room for its KV."""
+    draft_model: str = ""
     rank: int = 0
     tp: int = 1
     dp: int = 1
@@ -65,6 +73,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     pages: bytes
     sample: Sampling | None = None
     drafts: int = 0
+    propose: int = 0
+    """Tokens that the drafter (`Start.drafter`) proposes after the row's, for the next step: `pages` then has places for
+    them too."""
+    chained: int = 0
+    """How many of `tokens`, from the first, a draft model has run, as it proposed those after them."""
+    following: int | None = None
+    """The token after `tokens`, where the row draws none, and it is known: a multi-token prediction layer needs it."""
+    hidden: bytes = b""
+    """For that layer, where the row before this one was another instance's: the model's hidden state of position start - 1, as
+    `StepDone.hidden` has it. At most once a request, so that it may travel with the row."""
     history: bytes = b""
     """All tokens before the first that is drawn, int32 little-endian, where `sample.looks_back`; the first `prompt_tokens` of
     them are the prompt."""
@@ -92,6 +110,11 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     end_ns: int
     counter: int
     logprobs: dict[int, list[TokenLogprob]] = {}
+    proposed: dict[int, list[int]] = {}
+    """By row, where it asked for them."""
+    hidden: dict[int, bytes] = {}
+    """By row: float32, little-endian, the model's last hidden state of its last token, after the final norm; of those that draw
+    nothing and do not know the token after it, where a multi-token prediction layer follows."""
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True, tag=True):

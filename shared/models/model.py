@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import RowsFailed
+from shared.errors import ModelError, RowsFailed
 from shared.layout import KvLayout
 from shared.messages import TokenLogprob
 from shared.models import _kernels
@@ -20,8 +20,11 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.collective import Peers
 from shared.models.config import ModelConfig, WeightsDtype, load_config
 from shared.models.cpu import CpuAttention, CpuCache, Floats, Workspace
+from shared.models.draft_model import DraftModel, check_draft
+from shared.models.drafter import Drafter, Followed, tell_failure, told
 from shared.models.loader import Loader
 from shared.models.logprobs import Distribution
+from shared.models.mtp import Mtp
 from shared.models.sampling import sample
 from shared.models.shard import shard_of
 from shared.models.verify import Place, places_of
@@ -36,6 +39,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     purpose: Literal["prefill", "decode", "mixed"] = "mixed"
     isa: str = "auto"
+    drafter: Literal["none", "mtp", "model"] = "none"
+    """Who proposes tokens: nobody, the model's own multi-token prediction layer, or `draft_model`."""
+    draft_model: str = ""
 
 
 class Draws(NamedTuple):
@@ -44,6 +50,8 @@ class Draws(NamedTuple):
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprob]]
+    followed: Followed | None = None
+    """What the drafter made of it, where there is one."""
 
     @classmethod
     def none(cls, rows: int) -> Draws:
@@ -71,8 +79,10 @@ class Model:
         self._prefills_only = options.purpose == "prefill" and not self.config.tied_embeddings
         shard = shard_of(peers)
         own = shard.config(self.config)
-        self._draws, self._shares_experts = shard.rank == 0, shard.ep > 1
-        _check_layout(own, layout)
+        self._draws, self._shares_experts, self._tensor = shard.rank == 0, shard.ep > 1, peers.tensor
+        mtp = options.drafter == "mtp"
+        _check_layout(own, layout.groups[0], mtp=mtp)
+        _check_drafter(self.config, options, layout)
         dtype: WeightsDtype = self.config.dtype if options.weights_dtype == "auto" else options.weights_dtype
         self._context = _kernels.Context(options.threads, options.isa)
         self._workspace = Workspace()
@@ -81,9 +91,33 @@ class Model:
         vectors = loader.vectors()
         self._embedding = loader.embedding(vectors)
         self._network = loader.network(vectors, with_head=options.purpose != "prefill")
-        cache = CpuCache(layout, num_pages, kv, self.config.latent.rank if self.config.latent else 0)
-        self._attention = CpuAttention(self._context, self._workspace, own, cache, loader.head_norms())
+        cached = msgspec.structs.replace(own, layers=own.layers + mtp)
+        begin = layout.groups[0].region_bytes(num_pages)
+        rank = self.config.latent.rank if self.config.latent else 0
+        cache = CpuCache(layout.groups[0], num_pages, kv[:begin], rank)
+        self._attention = CpuAttention(self._context, self._workspace, cached, cache, loader.head_norms(cached.layers))
+        self._drafter: Drafter | None = None
         self.weights_bytes = weights.bytes
+        if mtp:
+            self._drafter = Mtp(
+                *(self.config, weights, self._context, self._workspace, peers),
+                model=self._network,
+                embedding=self._embedding,
+                attention=self._attention,
+            )
+            self.weights_bytes = weights.bytes
+        elif layout.draft is not None:
+            self._drafter = draft = DraftModel(
+                Path(options.draft_model),
+                self._context,
+                peers,
+                dtype=None if options.weights_dtype == "auto" else dtype,
+                layout=layout.draft,
+                num_pages=num_pages,
+                kv=kv[begin:],
+                with_head=options.purpose != "prefill",
+            )
+            self.weights_bytes += draft.weights_bytes
 
     @property
     def attention_name(self) -> str:
@@ -107,8 +141,22 @@ class Model:
             self._stand_by()
             raise RowsFailed(str(error)) from None
         places = places_of(rows)
-        x = self._run(tokens, after_attention, fill_only=not places)
-        return self._drawn(rows, places, x) if places else Draws.none(len(rows))
+        x = self._run(tokens, after_attention, fill_only=not places and self._fills_only)
+        draws = self._drawn(rows, places, x) if places else Draws.none(len(rows))
+        if self._drafter is None:
+            return draws
+        known = self._in_all_ranks(rows, draws.tokens) if places else draws.tokens
+        return draws._replace(followed=self._drafter.follow(rows, known, x, after_attention))
+
+    @property
+    def _fills_only(self) -> bool:
+        """Whether a forward for which nothing is drawn may end with the last layer's K and V."""
+        return not isinstance(self._drafter, Mtp)
+
+    def _in_all_ranks(self, rows: Sequence[BatchRow], tokens: list[list[int]]) -> list[list[int]]:
+        if self._tensor is None:
+            return tokens
+        return told(self._tensor, tokens, 1 + max(row.drafts for row in rows))
 
     def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
         """`[tokens, vocab]`: the logits after every token of the rows, in a tensor parallel group's rank 0; the others take
@@ -161,6 +209,8 @@ class Model:
                 self._context, logits, [place.sampling for place in places], [place.position for place in places]
             )
         except ValueError as error:
+            if self._drafter is not None:
+                tell_failure(self._tensor, len(rows), 1 + max(row.drafts for row in rows))
             raise RowsFailed(str(error)) from None
         draws = Draws.none(len(rows))
         for place, token, distribution in zip(places, drawn, known, strict=True):
@@ -172,7 +222,17 @@ class Model:
         return draws
 
 
-def _check_layout(config: ModelConfig, layout: KvLayout) -> None:
-    expected = config.layout(page_size=layout.page_size, dtype=layout.dtype)
+def _check_layout(config: ModelConfig, layout: KvLayout, *, mtp: bool) -> None:
+    expected = config.layout(page_size=layout.page_size, dtype=layout.dtype, mtp=mtp)
     if layout != expected:
         raise ValueError(f"the layout is {layout}, the model's is {expected}")
+
+
+def _check_drafter(config: ModelConfig, options: ModelOptions, layout: KvLayout) -> None:
+    """Raises `ModelError` for one that the model does not have, `ValueError` for a layout without room for it."""
+    if options.drafter == "mtp" and not config.mtp_layers:
+        raise ModelError("the model has no multi-token prediction layer (num_nextn_predict_layers is 0)")
+    if (options.drafter == "model") != (layout.draft is not None):
+        raise ValueError(f"drafter {options.drafter!r} and layout {layout}")
+    if options.drafter == "model":
+        check_draft(config, load_config(Path(options.draft_model)), Path(options.draft_model))
