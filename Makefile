@@ -35,6 +35,7 @@ bench: env ## the benchmarks, one after another; tables on the screen, JSON in r
 	@$(PY) -m loadtest.bench_fabric
 	@$(PY) -m loadtest.bench_engine
 	@$(PY) -m loadtest.bench_overlap
+	@$(PY) -m loadtest.bench_speculation
 
 chaos: env ## two minutes of random faults under load; another seed: make chaos SEED=7
 	@mkdir -p report

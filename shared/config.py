@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from shared.errors import ConfigError
+
+MOST_DRAFTS = 16
+
+SPECULATE_TAKES = "off, or ngram (the request's own tokens)"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +80,13 @@ class InstanceSettings(Settings, frozen=True, kw_only=True):
         Literal["no", "pages"],
         Meta(description="pages: every page of KV is checked after its transfer; on all instances or on none"),
     ] = "no"
+    speculate: Annotated[
+        str,
+        Meta(description=f"who proposes tokens that the model then verifies: {SPECULATE_TAKES}"),
+    ] = "off"
+    draft_tokens: Annotated[
+        int, Meta(ge=1, le=MOST_DRAFTS, description="most tokens proposed for a request in one step")
+    ] = 6
     step_timeout_s: Annotated[float, Meta(gt=0, description="a step that takes longer ends the instance, seconds")] = (
         120.0
     )
@@ -134,6 +145,20 @@ class RouterSettings(Settings, frozen=True, kw_only=True):
         str, Meta(description="file of API keys (`kvmesh key` makes one); empty: whoever reaches the port may use it")
     ] = ""
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
+
+
+class Proposer(NamedTuple):
+    """What `InstanceSettings.speculate` says."""
+
+    kind: Literal["off", "ngram"]
+
+
+def proposer(settings: InstanceSettings) -> Proposer:
+    """Raises `ConfigError`."""
+    match settings.speculate:
+        case "off" | "ngram" as kind:
+            return Proposer(kind)
+    raise ConfigError("KVMESH_SPECULATE", settings.speculate, SPECULATE_TAKES)
 
 
 S = TypeVar("S", bound=Settings)

@@ -20,6 +20,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     A region of `num_pages` pages is `[layer][page][k/v][head][token][dim]`, C-contiguous, so that one page of one
     layer is one contiguous run of `page_bytes`, and so is one head range of K or of V in it.
+
+    A model may have another beside it that proposes tokens (`draft`): its layers follow, in the same region and of the same
+    pages, with heads of their own. The layers of each are a *group*; what is said here of a page without naming a layer is of
+    the first group, the model's own.
     """
 
     num_layers: Size
@@ -29,6 +33,30 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in a page."""
     dtype: KvDtype
     kind: Literal["gqa", "mla"] = "gqa"
+    draft: KvLayout | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            if self.draft.draft is not None:
+                raise ValueError("a draft's layout has no draft of its own")
+            if (self.draft.page_size, self.draft.dtype) != (self.page_size, self.dtype):
+                raise ValueError("the layouts of model and draft differ in page_size or dtype")
+
+    @property
+    def groups(self) -> list[KvLayout]:
+        """The layout of each group alone."""
+        return [self] if self.draft is None else [msgspec.structs.replace(self, draft=None), self.draft]
+
+    @property
+    def all_layers(self) -> int:
+        """Over all groups."""
+        return sum(group.num_layers for group in self.groups)
+
+    def group_of(self, layer: int) -> int:
+        return 0 if layer < self.num_layers else 1
+
+    def first_layer(self, group: int) -> int:
+        return self.num_layers if group else 0
 
     @property
     def parts(self) -> int:
@@ -43,27 +71,30 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer, K and V."""
+        """Bytes of one page of one layer, K and V, of the first group."""
         return self.parts * self.num_kv_heads * self.head_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers, K and V."""
-        return self.num_layers * self.page_bytes // self.page_size
+        return sum(group.num_layers * group.page_bytes for group in self.groups) // self.page_size
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens; 0 for 0."""
         return -(-tokens // self.page_size)
 
     def layer_stride(self, num_pages: int) -> int:
-        """Bytes from a page of one layer to the same page of the next, in a region of `num_pages` pages."""
+        """Bytes from a page of one layer to the same page of the next of its group, in a region of `num_pages` pages."""
         return num_pages * self.page_bytes
 
     def region_bytes(self, num_pages: int) -> int:
-        return self.num_layers * self.layer_stride(num_pages)
+        return sum(group.num_layers * group.layer_stride(num_pages) for group in self.groups)
 
     def offset(self, layer: int, page: int, num_pages: int) -> int:
         """Byte offset of a page of a layer in a region of `num_pages` pages."""
+        if self.draft is not None and layer >= self.num_layers:
+            begin = self.num_layers * self.layer_stride(num_pages)
+            return begin + self.draft.offset(layer - self.num_layers, page, num_pages)
         return layer * self.layer_stride(num_pages) + page * self.page_bytes
 
     def digest(self) -> int:

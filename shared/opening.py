@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from shared import subjects
 from shared.bus import Access, Bus
-from shared.config import DecodeSettings, InstanceSettings
+from shared.config import DecodeSettings, InstanceSettings, proposer
 from shared.engine.client import ExecutorConfig
 from shared.engine.group import ExecutorGroup
 from shared.errors import ConfigError, ModelError
@@ -72,6 +72,7 @@ async def open_instance(role: Role, settings: InstanceSettings) -> AsyncIterator
     """Loads the model and opens executors, fabric and bus. Raises `ConfigError`, `ModelError`, `EngineError`, `FabricError`
     or `BusError`, each naming what was wrong."""
     ref = InstanceRef(subjects.check_name("KVMESH_NAME", settings.name), secrets.randbits(64))
+    proposer(settings)
     path = await asyncio.to_thread(resolve, settings.model)
     config = load_config(path)
     check_ranks(settings, config)

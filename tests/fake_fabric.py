@@ -177,7 +177,8 @@ class FakeFabric:
             for source_page, target_page in zip(write.source_pages, write.target_pages, strict=True):
                 a = layer * geometry.source_layer_stride + source_page * geometry.source_page_stride
                 b = layer * geometry.target_layer_stride + target_page * geometry.target_page_stride
-                a, b = a + geometry.source_offset, b + geometry.target_offset
+                a += geometry.source_begin + geometry.source_offset
+                b += geometry.target_begin + geometry.target_offset
                 _require_inside("source", write.source, a, geometry.source_offset, geometry.source_page_stride, size)
                 _require_inside("target", there, b, geometry.target_offset, geometry.target_page_stride, size)
 

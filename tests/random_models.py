@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -104,6 +105,24 @@ def save(kind: str, directory: Path, *, seed: int = 0, **changes: Any) -> Path:
                 parameter += torch.empty_like(parameter).normal_(0, 0.5 if name.endswith("bias") else 0.2)
                 parameter.copy_(parameter.bfloat16())  # vectors stay float32 where matrices are rounded
     model.to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def save_mtp(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """DeepSeek-V3 with one multi-token prediction layer: the last layer of a network of one layer more, with what joins it to
+    the others."""
+    layers = changes.get("num_hidden_layers", SMALL["num_hidden_layers"])
+    save("deepseek-v3", directory, seed=seed, **{**changes, "num_hidden_layers": layers + 1})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    hidden, draw = config["hidden_size"], torch.Generator().manual_seed(seed)
+    tensors = load_file(directory / "model.safetensors")
+    prefix = f"model.layers.{layers}."
+    tensors[prefix + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=draw) * 0.1
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}{name}.weight"] = (1 + 0.2 * torch.randn(hidden, generator=draw)).bfloat16().float()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -36,6 +36,16 @@ def toy_output(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def toy_verify(tokens: list[int], drafts: list[int]) -> list[int]:
+    """What the toy model draws after `tokens` and after each of the drafts that stand."""
+    drawn = [toy_next(tokens)]
+    for draft in drafts:
+        if draft != drawn[-1]:
+            break
+        drawn.append(toy_next(tokens + drawn))
+    return drawn
+
+
 def _has(step: Step, token: int | None) -> bool:
     return any(token is None or token in row.tokens for row in step.rows)
 
@@ -133,7 +143,7 @@ class ToyExecutor:
         os.close(self.counter_fd)
 
     def _done(self, rank: int, step: Step, begin_ns: int) -> StepDone:
-        sampled = [self._sample(rank, row) if row.sample is not None else None for row in step.rows]
+        sampled = [self._sample(rank, row) if row.sample is not None else [] for row in step.rows]
         end_ns = time.monotonic_ns()
         return StepDone(step=step.step, sampled=sampled, begin_ns=begin_ns, end_ns=end_ns, counter=self.counter)
 
@@ -156,7 +166,9 @@ class ToyExecutor:
                 struct.pack_into("<i", kv, at, token + mark)
 
     def _read(self, rank: int, layer: int, row: Row) -> list[int]:
-        return [self._read_one(rank, layer, row, position) for position in range(row.start + len(row.tokens))]
+        """Before the row's drafts."""
+        end = row.start + len(row.tokens) - row.drafts
+        return [self._read_one(rank, layer, row, position) for position in range(end)]
 
     def _read_one(self, rank: int, layer: int, row: Row, position: int) -> int:
         places = self._places(rank, layer, row, position)
@@ -164,11 +176,11 @@ class ToyExecutor:
         assert len(found) == 1, f"heads, or K and V, of position {position} are of different tokens"
         return found.pop()
 
-    def _sample(self, rank: int, row: Row) -> int:
+    def _sample(self, rank: int, row: Row) -> list[int]:
         tokens = self._read(rank, 0, row)
         for layer in range(1, self.layout.num_layers):
             assert self._read(rank, layer, row) == tokens, f"layer {layer} is not what layer 0 is"
-        return toy_next(tokens)
+        return toy_verify(tokens, row.tokens[len(row.tokens) - row.drafts :])
 
     def _advance(self) -> None:
         self.counter += 1

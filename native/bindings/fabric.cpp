@@ -114,16 +114,18 @@ void bind_values(nb::module_& module) {
         .def(
             "__init__",
             [](PagedWrite* self, uint64_t lane, std::shared_ptr<Region> source, std::vector<uint32_t> source_pages,
-               const nb::bytes& target, std::vector<uint32_t> target_pages, uint64_t run_bytes, uint64_t source_offset,
-               uint64_t target_offset, uint64_t source_page_stride, uint64_t target_page_stride,
-               uint64_t source_layer_stride, uint64_t target_layer_stride, uint32_t num_layers, uint32_t immediate,
-               double timeout_s) {
+               const nb::bytes& target, std::vector<uint32_t> target_pages, uint64_t run_bytes, uint64_t source_begin,
+               uint64_t target_begin, uint64_t source_offset, uint64_t target_offset, uint64_t source_page_stride,
+               uint64_t target_page_stride, uint64_t source_layer_stride, uint64_t target_layer_stride,
+               uint32_t num_layers, uint32_t immediate, double timeout_s) {
                 WritePlan plan;
                 plan.source = std::move(source);
                 plan.target = RemoteRegion::decode(from_bytes(target));
                 plan.source_pages = std::move(source_pages);
                 plan.target_pages = std::move(target_pages);
                 plan.run_bytes = run_bytes;
+                plan.source_begin = source_begin;
+                plan.target_begin = target_begin;
                 plan.source_offset = source_offset;
                 plan.target_offset = target_offset;
                 plan.source_page_stride = source_page_stride;
@@ -135,8 +137,9 @@ void bind_values(nb::module_& module) {
                 new (self) PagedWrite{lane, std::move(plan), timeout_s};
             },
             nb::kw_only(), "lane"_a, "source"_a, "source_pages"_a, "target"_a, "target_pages"_a, "run_bytes"_a,
-            "source_offset"_a, "target_offset"_a, "source_page_stride"_a, "target_page_stride"_a,
-            "source_layer_stride"_a, "target_layer_stride"_a, "num_layers"_a, "immediate"_a, "timeout_s"_a);
+            "source_begin"_a, "target_begin"_a, "source_offset"_a, "target_offset"_a, "source_page_stride"_a,
+            "target_page_stride"_a, "source_layer_stride"_a, "target_layer_stride"_a, "num_layers"_a, "immediate"_a,
+            "timeout_s"_a);
     nb::class_<LayerWatcher>(module, "LayerWatcher")
         .def("disarm", &LayerWatcher::disarm)
         .def("close", &LayerWatcher::close, Release());

@@ -7,19 +7,19 @@ namespace kvmesh::fabric {
 
 namespace {
 
-__extension__ using Wide = unsigned __int128;  // No sum of three 64-bit products wraps.
+__extension__ using Wide = unsigned __int128;  // No sum of some 64-bit products wraps.
 
 // One side of a plan.
 struct Side {
     const char* name;
     const std::vector<uint32_t>& pages;
-    uint64_t offset, page_stride, layer_stride, region_bytes;
+    uint64_t begin, offset, page_stride, layer_stride, region_bytes;
 };
 
 void require_inside(const Side& side, uint64_t run_bytes, uint32_t layers) {
     Wide highest = *std::max_element(side.pages.begin(), side.pages.end());
     Wide run_end = Wide(side.offset) + run_bytes;
-    Wide end = Wide(side.layer_stride) * (layers - 1) + highest * side.page_stride + run_end;
+    Wide end = Wide(side.begin) + Wide(side.layer_stride) * (layers - 1) + highest * side.page_stride + run_end;
     if (end > side.region_bytes)
         throw SetupError({Status::refused, "write", ERANGE,
                           std::string("the write ends past its ") + side.name + " region of " +
@@ -36,10 +36,12 @@ void WritePlan::validate() const {
     if (source_pages.size() != target_pages.size())
         throw SetupError({Status::refused, "write", EINVAL, "the page lists differ in length"});
     if (empty()) return;
-    require_inside({"source", source_pages, source_offset, source_page_stride, source_layer_stride, source->length()},
+    require_inside({"source", source_pages, source_begin, source_offset, source_page_stride, source_layer_stride,
+                    source->length()},
                    run_bytes, num_layers);
-    require_inside({"target", target_pages, target_offset, target_page_stride, target_layer_stride, target.length},
-                   run_bytes, num_layers);
+    require_inside(
+        {"target", target_pages, target_begin, target_offset, target_page_stride, target_layer_stride, target.length},
+        run_bytes, num_layers);
 }
 
 Transfer::Transfer(uint64_t id, uint64_t lane, WritePlan plan, int64_t deadline_ns)
@@ -92,10 +94,10 @@ std::optional<PageWrite> TransferPart::next() const {
     if (stopped() || next_ >= released_) return std::nullopt;
     const WritePlan& plan = this->plan();
     uint64_t layer = next_ / plan.source_pages.size(), page = next_ % plan.source_pages.size();
-    uint64_t source =
-        layer * plan.source_layer_stride + plan.source_pages[page] * plan.source_page_stride + plan.source_offset;
-    uint64_t target =
-        layer * plan.target_layer_stride + plan.target_pages[page] * plan.target_page_stride + plan.target_offset;
+    uint64_t source = plan.source_begin + layer * plan.source_layer_stride +
+                      plan.source_pages[page] * plan.source_page_stride + plan.source_offset;
+    uint64_t target = plan.target_begin + layer * plan.target_layer_stride +
+                      plan.target_pages[page] * plan.target_page_stride + plan.target_offset;
     const NicKey& nic = plan.target.nics[rail_ % plan.target.nics.size()];
     return PageWrite{plan.source->base() + source, nic.address + target, nic.key, static_cast<uint32_t>(layer)};
 }

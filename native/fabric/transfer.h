@@ -20,6 +20,8 @@ struct WritePlan {
     std::vector<uint32_t> source_pages;
     std::vector<uint32_t> target_pages;
     uint64_t run_bytes = 0;
+    uint64_t source_begin = 0;  // of page 0 of the first layer in its region
+    uint64_t target_begin = 0;
     uint64_t source_offset = 0;  // of the run in its page
     uint64_t target_offset = 0;
     uint64_t source_page_stride = 0;

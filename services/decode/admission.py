@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from shared.kv.shards import fit
+from shared.kv.shards import layouts_fit
 from shared.layout import KvLayout
 from shared.messages import Announce, Generate, InstanceRef, ModelIdentity, RefusedReply
 
@@ -104,7 +104,7 @@ def _mismatch(prefiller: Announce | None, prompt: int, now: Capacity) -> str | N
         return "no prefiller is named, and the prompt has more than one token" if prompt > 1 else None
     if prefiller.layout != now.layout:
         return f"layout differs: prefiller has {prefiller.layout}, decoder has {now.layout}"
-    if not fit(now.layout.num_kv_heads, prefiller.tp, now.tp):
+    if not layouts_fit(now.layout, prefiller.tp, now.tp):
         return (
             f"tp does not fit: prefiller has {prefiller.tp}, decoder has {now.tp}, {now.layout.num_kv_heads} KV heads"
         )

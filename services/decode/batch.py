@@ -113,7 +113,7 @@ class Batch:
     def _row(self, rank: DecodeRank, row: PlannedRow) -> Row:
         sequence = row.sequence
         pages = pack_ints(rank.pool.pages(sequence.attempt))
-        return sequence.row(row.start, row.end, pages, samples=row.samples)
+        return sequence.row(row.start, row.end, pages, row.drafts, samples=row.samples)
 
     def _measure(self, answers: Sequence[StepDone | StepError]) -> None:
         """A step takes as long as its slowest rank."""
@@ -144,10 +144,10 @@ class Batch:
             tokens=outcome.tokens,
             finish=outcome.finish,
             timing=None if sequence.emitted else self._timing(attempt, done),
-            logprobs=[done.logprobs[outcome.row] for _ in outcome.tokens] if done.logprobs and asks else [],
+            logprobs=done.logprobs.get(outcome.row, [])[: len(outcome.tokens)] if asks else [],
         )
         sequence.emitted += len(outcome.tokens)
-        self._metrics.tokens.inc(len(outcome.tokens))
+        self._metrics.note_tokens(outcome)
         self._outbox.add(attempt.router, emit)
         if outcome.finish:
             self._attempts.finish(attempt, outcome.finish)

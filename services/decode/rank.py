@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.decode.scheduler import DecodeScheduler
+from services.decode.speculation import speculation_of
 from shared.config import DecodeSettings
 from shared.instance import Instance
 from shared.kv.digests import PageDigests
@@ -37,6 +38,7 @@ def ranks_of(instance: Instance, settings: DecodeSettings) -> list[DecodeRank]:
                 instance.layout.page_size,
                 max_batch=settings.max_batch,
                 max_positions=instance.identity.max_positions,
+                speculation=speculation_of(settings),
             ),
             instance.page_digests(number),
         )

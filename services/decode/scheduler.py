@@ -4,24 +4,30 @@ Sequences come with their KV in place (`computed` tokens of it) and run until th
 missing: one for a sequence that decodes; up to `recompute_tokens` for one that was preempted, which is how it comes back
 without its client noticing. When a page is needed and none is free, the youngest running sequence is preempted: its pages
 are freed and it goes to the head of the queue.
+
+Drafts (`services.decode.speculation`) take what is left over: pages that nobody needs in the step, for which nobody is preempted,
+and which are free again after it, where the tokens that came of it do not reach them. The KV of a draft that fell stays in its
+place until the token that came instead is computed there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.decode.sequence import Outcome, Sequence
+from services.decode.speculation import Speculation
 from shared.kv.ledger import PagePool
 
 
 @dataclass(slots=True)
 class PlannedRow:
-    """Positions [start, end) of `sequence` run in this step; a token is sampled where `samples`."""
+    """Positions [start, end) of `sequence` run in this step, and `drafts` after them; tokens are sampled where `samples`."""
 
     sequence: Sequence
     start: int
     end: int
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def samples(self) -> bool:
@@ -32,13 +38,21 @@ class DecodeScheduler:
     """The queue of sequences that are ready, and the running batch, oldest first."""
 
     def __init__(
-        self, pool: PagePool, page_size: int, *, max_batch: int, max_positions: int, recompute_tokens: int = 256
+        self,
+        pool: PagePool,
+        page_size: int,
+        *,
+        max_batch: int,
+        max_positions: int,
+        recompute_tokens: int = 256,
+        speculation: Speculation | None = None,
     ):
         self._pool = pool
         self._page_size = page_size
         self._max_batch = max_batch
         self._max_positions = max_positions
         self._recompute_tokens = recompute_tokens
+        self._speculation = speculation
         self._ready: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._in_step: set[str] = set()
@@ -87,20 +101,28 @@ class DecodeScheduler:
                 recompute -= take if missing > 1 else 0
                 rows.append(PlannedRow(sequence, sequence.computed, sequence.computed + take))
         rows = [row for row in rows if row.sequence in self._running]
+        if self._speculation is not None:
+            self._add_drafts(rows, self._speculation)
         self._in_step = {row.sequence.attempt for row in rows}
         return rows
 
-    def apply(self, rows: list[PlannedRow], sampled: list[int | None]) -> list[Outcome]:
-        """What the step made of each row that is still wanted, in order. Sequences that ended have left, their pages free."""
+    def apply(self, rows: list[PlannedRow], sampled: list[list[int]]) -> list[Outcome]:
+        """What the step made of each row that is still wanted, in order: `sampled` as in `StepDone`. Sequences that ended have
+        left, their pages free."""
         self._in_step = set()
         outcomes = []
-        for i, (row, token) in enumerate(zip(rows, sampled, strict=True)):
+        for i, (row, tokens) in enumerate(zip(rows, sampled, strict=True)):
             if row.sequence.cancelled:
                 self._drop(row.sequence)
                 continue
-            row.sequence.computed = row.end
-            if token is not None:
-                outcomes.append(self._take_token(row.sequence, token, i))
+            accepted = max(0, len(tokens) - 1)
+            row.sequence.computed = row.end + accepted
+            if row.drafts and row.sequence.length is not None:
+                row.sequence.length.note(len(row.drafts), accepted)
+            if tokens:
+                outcome = Outcome(row.sequence, row=i, drafted=len(row.drafts), accepted=accepted)
+                self._take_tokens(outcome, tokens)
+                outcomes.append(outcome)
         return outcomes
 
     def fail(self, rows: list[PlannedRow]) -> list[Sequence]:
@@ -110,19 +132,47 @@ class DecodeScheduler:
             self._drop(row.sequence)
         return [row.sequence for row in rows if not row.sequence.cancelled]
 
-    def _take_token(self, sequence: Sequence, token: int, row: int) -> Outcome:
-        outcome = Outcome(sequence, row=row)
-        if token in sequence.stop_token_ids:
-            outcome.finish = "stop"
-        else:
+    def _take_tokens(self, outcome: Outcome, tokens: list[int]) -> None:
+        sequence = outcome.sequence
+        for token in tokens:
+            if token in sequence.stop_token_ids:
+                outcome.finish = "stop"
+                break
             sequence.tokens.append(token)
-            outcome.tokens = [token]
+            outcome.tokens.append(token)
             generated = len(sequence.tokens) - sequence.prompt_tokens
             if generated >= sequence.max_tokens or len(sequence.tokens) >= self._max_positions:
                 outcome.finish = "length"
+                break
         if outcome.finish:
             self._drop(sequence)
-        return outcome
+        elif outcome.drafted:
+            self._pool.trim(sequence.attempt, self._pages_for(len(sequence.tokens)))
+
+    def _add_drafts(self, rows: list[PlannedRow], speculation: Speculation) -> None:
+        """To rows of one token that draw, in turn an equal share of what the step has room for."""
+        room = speculation.step_tokens - sum(row.end - row.start for row in rows)
+        drawing = [row for row in rows if row.samples and row.end - row.start == 1]
+        for i, row in enumerate(drawing):
+            if room < 1:
+                return
+            share = -(-room // (len(drawing) - i))
+            drafts = speculation.drafts(row.sequence, min(share, self._max_positions - row.end - 1))
+            row.drafts = drafts[: self._hold_drafts(row, len(drafts))]
+            room -= len(row.drafts)
+
+    def _hold_drafts(self, row: PlannedRow, count: int) -> int:
+        """Of so many drafts those for which there are pages, held or free."""
+        name = row.sequence.attempt
+        held = len(self._pool.pages(name))
+        more = min(self._pages_for(row.end + count) - held, self._pool.free)
+        if more > 0:
+            self._pool.reserve(name, more, "running")
+            held += more
+        return min(count, held * self._page_size - row.end)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
 
     def _fill(self) -> None:
         """Moves sequences from the queue into the batch, in order; a preempted one when all its tokens fit again. Those
@@ -146,7 +196,7 @@ class DecodeScheduler:
         """Pages for `tokens` tokens, taken from the youngest where none is free. False: it was itself the youngest."""
         while True:
             held = len(self._pool.pages(sequence.attempt))
-            missing = -(-tokens // self._page_size) - held
+            missing = self._pages_for(tokens) - held
             if missing <= 0 or self._pool.reserve(sequence.attempt, missing, "running") is not None:
                 return True
             if not preempt:

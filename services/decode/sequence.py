@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from services.decode.draft_length import DraftLength
+from services.decode.ngram import Ngrams
 from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row
 from shared.messages import FinishReason, Generate, InstanceRef, Sampling
@@ -28,6 +30,10 @@ class Sequence:
     """Among all that became ready: the smaller the older."""
     preemptions: int = 0
     cancelled: bool = False
+    length: DraftLength | None = None
+    """How much to propose; None until something was asked for."""
+    lookup: Ngrams | None = None
+    """Where its proposals come from its own tokens."""
 
     @classmethod
     def of(cls, generate: Generate, now: float) -> Sequence:
@@ -42,9 +48,10 @@ class Sequence:
             deadline=now + generate.budget_s,
         )
 
-    def row(self, start: int, end: int, pages: bytes, *, samples: bool) -> Row:
-        """Its positions [start, end) in a step. The tokens so far go along only where the draw looks at them."""
-        tokens = self.tokens[start:end]
+    def row(self, start: int, end: int, pages: bytes, drafts: list[int], *, samples: bool) -> Row:
+        """Its positions [start, end) in a step, and `drafts` after them. The tokens so far go along only where the draw looks at
+        them."""
+        tokens = self.tokens[start:end] + drafts
         if not samples:
             return Row(tokens=tokens, start=start, pages=pages)
         output = len(self.tokens) - self.prompt_tokens
@@ -53,6 +60,7 @@ class Sequence:
             start=start,
             pages=pages,
             sample=self.sampling,
+            drafts=len(drafts),
             history=pack_ints(self.tokens) if self.sampling.looks_back else b"",
             prompt_tokens=self.prompt_tokens,
             forbidden=list(self.stop_token_ids) if output < self.sampling.min_tokens else [],
@@ -61,10 +69,13 @@ class Sequence:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step made of one sequence: at most one new token, and whether it ended it. A stop token is not emitted."""
+    """What a step made of one sequence: its new tokens, and whether they ended it. A stop token is not emitted, nor what was
+    drawn after it. `accepted` of `drafted` proposals stood."""
 
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     row: int = 0
     """Of the step."""
+    drafted: int = 0
+    accepted: int = 0

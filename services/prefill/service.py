@@ -21,7 +21,7 @@ from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.errors import AttemptFailed, BusError, EngineError, FabricError, KvmeshError, MeshError
 from shared.instance import Instance
-from shared.kv.shards import fit
+from shared.kv.shards import layouts_fit
 from shared.messages import Accepted, CancelPrefill, Drained, Load, Prefill, RefusedReply, Reply, ToPrefiller
 from shared.messenger import sender
 from shared.messenger.sender import KvSender
@@ -155,7 +155,7 @@ class PrefillService:
             return no("duplicate", "an attempt with this id is already here", retryable=False)
         if prefill.layout != layout:
             return no("mismatch", f"layout differs: prefiller has {layout}, decoder has {prefill.layout}")
-        if not fit(layout.num_kv_heads, self._instance.tp, prefill.tp):
+        if not layouts_fit(layout, self._instance.tp, prefill.tp):
             ranks = f"prefiller has {self._instance.tp}, decoder has {prefill.tp}"
             return no("mismatch", f"tp does not fit: {ranks}, {layout.num_kv_heads} KV heads")
         if prefill.digests != (self._instance.settings.verify == "pages"):

@@ -15,7 +15,7 @@ import msgspec
 
 from services.router.tally import Tally
 from shared.errors import PairMismatch
-from shared.kv.shards import fit
+from shared.kv.shards import layouts_fit
 from shared.layout import KvLayout
 from shared.messages import PROTOCOL, Announce, InstanceRef, Load, ModelIdentity, Role, Verify
 
@@ -39,7 +39,7 @@ class Kind(msgspec.Struct, frozen=True):
         """Whether a prefiller of this kind works with a decoder of that."""
         ours = (self.protocol, self.model, self.layout, self.verify)
         same = ours == (decoder.protocol, decoder.model, decoder.layout, decoder.verify)
-        return same and fit(self.layout.num_kv_heads, self.tp, decoder.tp)
+        return same and layouts_fit(self.layout, self.tp, decoder.tp)
 
 
 class Instance:
@@ -271,7 +271,7 @@ def mismatch_of(prefiller: Announce, decoder: Announce) -> PairMismatch | None:
     if prefiller.verify != decoder.verify:
         return PairMismatch("verify", prefiller.verify, decoder.verify)
     heads = decoder.layout.num_kv_heads
-    if not fit(heads, prefiller.tp, decoder.tp):
+    if not layouts_fit(decoder.layout, prefiller.tp, decoder.tp):
         return PairMismatch("tp", *(f"{tp} for {heads} KV heads" for tp in (prefiller.tp, decoder.tp)))
     return None
 

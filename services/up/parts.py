@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shared.config import Settings, variable
+from shared.config import SPECULATE_TAKES, Settings, variable
 from shared.errors import ConfigError
 
 
@@ -26,6 +26,10 @@ class UpSettings(Settings, frozen=True, kw_only=True):
     decoders: Annotated[int, Meta(ge=1, le=64, description="decode instances")] = 2
     decode_tp: Annotated[int, Meta(ge=1, description="tensor parallel of each decode instance")] = 1
     decode_dp: Annotated[int, Meta(ge=1, description="data parallel of each decode instance")] = 1
+
+    speculate: Annotated[
+        str, Meta(description=f"of the instances: who proposes tokens that the model then verifies: {SPECULATE_TAKES}")
+    ] = "off"
 
     @property
     def prefill_executors(self) -> int:
@@ -73,12 +77,14 @@ def plan(settings: UpSettings, cores: int, given: Mapping[str, str]) -> list[Par
     _refuse_unsided(given)
     for_prefill, for_decode = threads_each(cores, settings.prefill_executors, settings.decode_executors)
 
-    def instance(kind: Kind, number: int, of: int, threads: int, ranks: Mapping[str, int]) -> Part:
+    def instance(kind: Kind, number: int, of: int, threads: int, its: Mapping[str, object]) -> Part:
         name = kind if of == 1 else f"{kind}-{number + 1}"
         told = {"KVMESH_NAME": name, "KVMESH_PORT": "0", "KVMESH_THREADS": given.get("KVMESH_THREADS", str(threads))}
-        return Part(kind, name, told | {variable(field): str(value) for field, value in ranks.items()})
+        return Part(kind, name, told | {variable(field): str(value) for field, value in its.items()})
 
-    prefill, decode = {"tp": settings.prefill_tp}, {"tp": settings.decode_tp, "dp": settings.decode_dp}
+    common = {"speculate": settings.speculate}
+    prefill = common | {"tp": settings.prefill_tp}
+    decode = common | {"tp": settings.decode_tp, "dp": settings.decode_dp}
     return [
         Part("router", "router", {"KVMESH_NAME": "router", "KVMESH_PORT": str(settings.port)}),
         *(instance("decode", i, settings.decoders, for_decode, decode) for i in range(settings.decoders)),

@@ -15,7 +15,7 @@ import msgspec
 from shared.engine import frames
 from shared.engine.counter import create_counter
 from shared.engine.process import ChildProcess
-from shared.engine.protocol import FromExecutor, Start, Started, StartFailed, Step, StepDone, StepError, Stop
+from shared.engine.protocol import Drafter, FromExecutor, Start, Started, StartFailed, Step, StepDone, StepError, Stop
 from shared.errors import EngineError, ExecutorDied, ModelError
 from shared.kv.region import KvRegion
 from shared.layout import KvLayout
@@ -32,6 +32,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     weights_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     purpose: Literal["prefill", "decode", "mixed"] = "mixed"
+    drafter: Drafter = "none"
+    draft_model: str = ""
+    """As in `Start`."""
     load_timeout_s: float = 300.0
     stop_grace_s: float = 2.0
 
@@ -174,6 +177,8 @@ class Executor:
             purpose=c.purpose,
             kv_fd=self.kv_fd,
             counter_fd=self.counter_fd,
+            drafter=c.drafter,
+            draft_model=c.draft_model,
             rank=self._rank.rank,
             tp=self._rank.tp,
             dp=self._rank.dp,

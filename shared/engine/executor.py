@@ -26,6 +26,7 @@ from shared.engine.protocol import Start, Started, StartFailed, Step, StepDone, 
 from shared.errors import RankLost, RowsFailed
 from shared.models import _kernels
 from shared.models.collective import Peers, SharedMemory
+from shared.models.drafter import Followed
 from shared.models.model import Model, ModelOptions
 
 _PR_SET_PDEATHSIG = 1
@@ -41,7 +42,14 @@ class Runner:
         word = np.frombuffer(_map(start.counter_fd, COUNTER_BYTES), np.uint64, count=1)
         self.counter = _kernels.LayerCounter(word)
         options = msgspec.convert(
-            {"weights_dtype": start.weights_dtype, "threads": start.threads, "purpose": start.purpose}, ModelOptions
+            {
+                "weights_dtype": start.weights_dtype,
+                "threads": start.threads,
+                "purpose": start.purpose,
+                "drafter": start.drafter,
+                "draft_model": start.draft_model,
+            },
+            ModelOptions,
         )
         self._leads = start.rank == 0
         peers = _peers(start)
@@ -60,6 +68,7 @@ class Runner:
             detail = "".join(traceback.format_exception(error))
             return StepError(step=step.step, detail=detail, counter=self.counter.value)
         end_ns = time.monotonic_ns()
+        followed = drawn.followed or Followed([], {})
         return StepDone(
             step=step.step,
             sampled=drawn.tokens,
@@ -67,6 +76,8 @@ class Runner:
             end_ns=end_ns,
             counter=self.counter.value,
             logprobs=drawn.logprobs,
+            proposed={i: tokens for i, tokens in enumerate(followed.proposed) if tokens},
+            hidden=followed.hidden,
         )
 
     def _advance(self) -> None:

@@ -10,10 +10,14 @@ a time, then `Stop`. Executor → main: `Started` | `StartFailed`, then one `Ste
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from shared.layout import KvLayout
 from shared.messages import Sampling, TokenLogprob
+
+Drafter = Literal["none", "mtp", "model"]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -31,6 +35,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """"prefill", "decode" or "mixed": which forms of the weights are worth keeping in memory."""
     kv_fd: int
     counter_fd: int
+    drafter: Drafter = "none"
+    """Who proposes tokens: "mtp", the model's own multi-token prediction layer, or "model", that of `draft_model`, a directory
+    like `model`. `layout` has room for its KV."""
+    draft_model: str = ""
     rank: int = 0
     tp: int = 1
     dp: int = 1
@@ -56,18 +64,31 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """`tokens` run at positions start, start+1, ...; their K and V are written into `pages`; they attend to positions
     0 .. their own. `pages` is the request's page table, int32 little-endian, long enough for start + len(tokens) tokens.
-    `sample` None: no logits are computed for this row. Otherwise one token is drawn from the last token's logits."""
+    `sample` None: no logits are computed for this row. Otherwise tokens are drawn as `shared.models.verify` has it: one after
+    the last token, or, where the last `drafts` of `tokens` are proposals, one after each place up to the first that is not what
+    is drawn there."""
 
     tokens: list[int]
     start: int
     pages: bytes
     sample: Sampling | None = None
+    drafts: int = 0
+    propose: int = 0
+    """Tokens that the drafter (`Start.drafter`) proposes after the row's, for the next step: `pages` then has places for
+    them too."""
+    chained: int = 0
+    """How many of `tokens`, from the first, a draft model has run, as it proposed those after them."""
+    following: int | None = None
+    """The token after `tokens`, where the row draws none, and it is known: a multi-token prediction layer needs it."""
+    hidden: bytes = b""
+    """For that layer, where the row before this one was another instance's: the model's hidden state of position start - 1, as
+    `StepDone.hidden` has it. At most once a request, so that it may travel with the row."""
     history: bytes = b""
-    """All tokens before the one that is drawn, int32 little-endian, where `sample.looks_back`; the first `prompt_tokens` of
+    """All tokens before the first that is drawn, int32 little-endian, where `sample.looks_back`; the first `prompt_tokens` of
     them are the prompt."""
     prompt_tokens: int = 0
     forbidden: list[int] = []
-    """Tokens that cannot be drawn."""
+    """Tokens that cannot be drawn, in any place of the row."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,15 +100,21 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`sampled[i]` is row i's token, None where it asked for none; `logprobs` has those of the rows that asked for them, by
-    row. `begin_ns`, `end_ns`: CLOCK_MONOTONIC around the forward. `counter`: the layer counter after it."""
+    """`sampled[i]` are row i's tokens, none where it asked for none: of a row with drafts those that were right, and the one
+    after them. `logprobs` has one for each, of the rows that asked for them, by row. `begin_ns`, `end_ns`: CLOCK_MONOTONIC
+    around the forward. `counter`: the layer counter after it."""
 
     step: int
-    sampled: list[int | None]
+    sampled: list[list[int]]
     begin_ns: int
     end_ns: int
     counter: int
-    logprobs: dict[int, TokenLogprob] = {}
+    logprobs: dict[int, list[TokenLogprob]] = {}
+    proposed: dict[int, list[int]] = {}
+    """By row, where it asked for them."""
+    hidden: dict[int, bytes] = {}
+    """By row: float32, little-endian, the model's last hidden state of its last token, after the final norm; of those that draw
+    nothing and do not know the token after it, where a multi-token prediction layer follows."""
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True, tag=True):

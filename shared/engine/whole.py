@@ -33,7 +33,13 @@ class Whole:
 
     def __init__(self, directory: Path, config: WholeConfig | None = None) -> None:
         self.config = config = config or WholeConfig()
-        self.layout = load_config(directory).layout(page_size=config.page_size, dtype=config.kv_dtype)
+        options = config.options
+        self.layout = load_config(directory).layout(
+            page_size=config.page_size,
+            dtype=config.kv_dtype,
+            mtp=options.drafter == "mtp",
+            draft=load_config(Path(options.draft_model)) if options.drafter == "model" else None,
+        )
         self.num_pages = self.layout.pages_for(config.kv_tokens)
         kv = np.zeros(self.layout.region_bytes(self.num_pages), np.uint8)
         self.model = Model(directory, config.options, self.layout, self.num_pages, kv)

@@ -22,31 +22,32 @@ DIGEST_BYTES = 4
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """In every page of every layer of a rank: `length` bytes at `offset`."""
+    """In every page of every layer of a rank's group of layers: `length` bytes at `offset`."""
 
     rank: int
     offset: int
     length: int
+    group: int = 0
 
 
 def at_source(runs: Sequence[ShardRun]) -> list[Piece]:
-    return [Piece(run.source_rank, run.source_offset, run.length) for run in runs]
+    return [Piece(run.source_rank, run.source_offset, run.length, run.group) for run in runs]
 
 
 def at_target(runs: Sequence[ShardRun]) -> list[Piece]:
-    return [Piece(run.target_rank, run.target_offset, run.length) for run in runs]
+    return [Piece(run.target_rank, run.target_offset, run.length, run.group) for run in runs]
 
 
 def digests_bytes(layout: KvLayout, pages: int) -> int:
     """Bytes of the digests of that many pages."""
-    return pages * layout.num_layers * DIGEST_BYTES
+    return pages * layout.all_layers * DIGEST_BYTES
 
 
 def first_difference(layout: KvLayout, ours: bytes, theirs: bytes) -> tuple[int, int] | None:
     """(position of the page, layer) of the first digest that differs; None where all are equal."""
     for at in range(0, max(len(ours), len(theirs)), DIGEST_BYTES):
         if ours[at : at + DIGEST_BYTES] != theirs[at : at + DIGEST_BYTES]:
-            return divmod(at // DIGEST_BYTES, layout.num_layers)
+            return divmod(at // DIGEST_BYTES, layout.all_layers)
     return None
 
 
@@ -74,12 +75,14 @@ class PageDigests:
 
     def take_now(self, pages: Sequence[int], pieces: Sequence[Piece]) -> bytes:
         """The digests of `pages` in order, of each page all layers in order; 4 bytes each, little-endian."""
-        found = [self._digest(layer, page, pieces) for page in pages for layer in range(self._layout.num_layers)]
+        found = [self._digest(layer, page, pieces) for page in pages for layer in range(self._layout.all_layers)]
         return struct.pack(f"<{len(found)}I", *found)
 
     def _digest(self, layer: int, page: int, pieces: Sequence[Piece]) -> int:
         begin, crc = self._layout.offset(layer, page, self._num_pages), 0
         for piece in pieces:
+            if piece.group != self._layout.group_of(layer):
+                continue
             at = begin + piece.offset
             crc = zlib.crc32(self._regions[piece.rank][at : at + piece.length], crc)
         return crc

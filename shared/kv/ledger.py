@@ -60,6 +60,15 @@ class PagePool:
         for page in self._held.get(owner, [])[first:last]:
             self._set(page, state)
 
+    def trim(self, owner: str, keep: int) -> int:
+        """The owner's pages after the first `keep` become free; how many there were."""
+        held = self._held.get(owner, [])
+        for page in (given := held[keep:]):
+            self._set(page, "free")
+            self._free.append(page)
+        del held[keep:]
+        return len(given)
+
     def release(self, owner: str) -> int:
         """All pages of `owner` become free; how many there were. Idempotent: 0 for an unknown owner."""
         pages = self._held.pop(owner, [])

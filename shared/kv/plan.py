@@ -17,11 +17,12 @@ def prefill_tokens(prompt_tokens: int) -> int:
     return max(prompt_tokens - 1, 0)
 
 
-def expected_writes(layout: KvLayout, prompt_tokens: int, runs: int) -> int:
-    """Writes that an attempt's counter is armed with: pages x layers x `runs`, and the tail. `runs` are those of one page over
-    all ranks (`shared.kv.shards.runs`). 0 where nothing is prefilled."""
+def expected_writes(layout: KvLayout, prompt_tokens: int, *runs: int) -> int:
+    """Writes that an attempt's counter is armed with: pages x layers x `runs` of each group of layers, and the tail. `runs` are
+    those of one page over all ranks (`shared.kv.shards.runs`), by group. 0 where nothing is prefilled."""
     tokens = prefill_tokens(prompt_tokens)
-    return layout.pages_for(tokens) * layout.num_layers * runs + 1 if tokens else 0
+    each = sum(group.num_layers * count for group, count in zip(layout.groups, runs, strict=True))
+    return layout.pages_for(tokens) * each + 1 if tokens else 0
 
 
 def pages_of_chunk(start: int, end: int, total: int, page_size: int) -> range:
@@ -33,4 +34,4 @@ def pages_of_chunk(start: int, end: int, total: int, page_size: int) -> range:
 def kv_bytes(layout: KvLayout, prompt_tokens: int, tp: int) -> int:
     """Bytes that are written for a prompt to a target of `tp` ranks, without the tail: whole pages, all layers, all replicas."""
     pages = layout.pages_for(prefill_tokens(prompt_tokens))
-    return pages * layout.num_layers * tp * shard_layout(layout, tp).page_bytes
+    return pages * tp * sum(group.num_layers * group.page_bytes for group in shard_layout(layout, tp).groups)

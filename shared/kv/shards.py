@@ -19,14 +19,15 @@ from shared.layout import KvLayout
 
 
 class ShardRun(msgspec.Struct, frozen=True, kw_only=True):
-    """In every page of every layer: `length` bytes at `source_offset` of the source rank's page go to `target_offset` of the
-    target rank's."""
+    """In every page of every layer of a group: `length` bytes at `source_offset` of the source rank's page go to `target_offset`
+    of the target rank's."""
 
     source_rank: int
     target_rank: int
     source_offset: int
     target_offset: int
     length: int
+    group: int = 0
 
 
 def check_sharding(num_kv_heads: int, tp: int) -> None:
@@ -38,6 +39,11 @@ def check_sharding(num_kv_heads: int, tp: int) -> None:
 def fit(num_kv_heads: int, source_tp: int, target_tp: int) -> bool:
     """Whether KV goes from the one sharding to the other: of heads and both sides' ranks, each two divide one another."""
     return _divide(num_kv_heads, source_tp) and _divide(num_kv_heads, target_tp) and _divide(source_tp, target_tp)
+
+
+def layouts_fit(layout: KvLayout, source_tp: int, target_tp: int) -> bool:
+    """`fit`, of the heads of every group."""
+    return all(fit(group.num_kv_heads, source_tp, target_tp) for group in layout.groups)
 
 
 def heads_of(num_kv_heads: int, tp: int, rank: int) -> range:
@@ -56,12 +62,22 @@ def shard_layout(layout: KvLayout, tp: int) -> KvLayout:
     """The layout of one rank's pages, the same for every rank; `layout` is the whole model's. Raises `ValueError` as
     `check_sharding`."""
     check_sharding(layout.num_kv_heads, tp)
-    return msgspec.structs.replace(layout, num_kv_heads=max(1, layout.num_kv_heads // tp))
+    draft = layout.draft and shard_layout(layout.draft, tp)
+    return msgspec.structs.replace(layout, num_kv_heads=max(1, layout.num_kv_heads // tp), draft=draft)
 
 
 def runs(layout: KvLayout, source_tp: int, target_tp: int, attempt: str) -> list[ShardRun]:
-    """All runs of a page, over all ranks of the target; `layout` is the whole model's. Both sides compute them alike: the source
-    to write them, the target to count them (`shared.kv.plan.expected_writes`). Raises `ValueError` as `check_sharding`."""
+    """All runs of a page, over all ranks of the target, group by group; `layout` is the whole model's. Both sides compute them
+    alike: the source to write them, the target to count them (`shared.kv.plan.expected_writes`). Raises `ValueError` as
+    `check_sharding`."""
+    return [
+        msgspec.structs.replace(run, group=number) if number else run
+        for number, group in enumerate(layout.groups)
+        for run in _group_runs(group, source_tp, target_tp, attempt)
+    ]
+
+
+def _group_runs(layout: KvLayout, source_tp: int, target_tp: int, attempt: str) -> list[ShardRun]:
     check_sharding(layout.num_kv_heads, source_tp)
     check_sharding(layout.num_kv_heads, target_tp)
     found: list[ShardRun] = []

@@ -128,7 +128,8 @@ class KvReceiver:
         if slot is None:
             raise Refused(f"{self._slots.count} attempts already wait for their KV")
         tokens = plan.prefill_tokens(prompt_tokens)
-        writes = plan.expected_writes(self._layout, prompt_tokens, len(runs))
+        counts = [sum(run.group == group for run in runs) for group in range(len(self._layout.groups))]
+        writes = plan.expected_writes(self._layout, prompt_tokens, *counts)
         pages = self._layout.pages_for(tokens)
         check = _digest_check(home, attempt, pages, runs)
         payload_bytes = digests.digests_bytes(self._layout, pages) if check else 0

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 
 from shared.errors import FabricError, MeshError
 from shared.kv import digests, plan, shards, tail
 from shared.kv.digests import PageDigests
+from shared.kv.shards import ShardRun
 from shared.kv.slots import Slot, SlotPool
 from shared.layout import KvLayout
 from shared.messages import Prefill
@@ -32,11 +34,13 @@ from shared.transfer.interface import (
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What one source rank writes to one target rank of every page, in one run."""
+    """What one source rank writes to one target rank of every page, in one run: in the layers from `first_layer` on that the
+    geometry has."""
 
     source: MemoryRegion
     target: bytes
     geometry: PageGeometry
+    first_layer: int
 
 
 class Outgoing:
@@ -49,7 +53,7 @@ class Outgoing:
         self.holds_slot = True
         self.runs = runs
         self.transfers: list[Transfer] = []
-        """One a run for each chunk, in order; then the tail's."""
+        """One a run for each chunk, in order, a group of layers after another; then the tail's."""
         self.writes = 0
 
 
@@ -137,7 +141,8 @@ class KvSender:
         *sent, tail_report = [await transfer.wait() for transfer in outgoing.transfers]
         self._give_back(outgoing)
         each = len(outgoing.runs)
-        return SentReport([_together(sent[i : i + each]) for i in range(0, len(sent), each)], tail_report)
+        groups = _by_group(outgoing.runs)
+        return SentReport([_together(sent[i : i + each], groups) for i in range(0, len(sent), each)], tail_report)
 
     async def drain(self, outgoing: Outgoing) -> None:
         """Cancels what is left. When it returns no write of this attempt is outstanding and none will be posted. Idempotent,
@@ -167,12 +172,22 @@ class KvSender:
         return failed
 
     def _arm(self, counter: int, parts: Sequence[ChunkPart]) -> None:
-        """All parts as one plan, or, when it raises, none of them."""
-        transfers = iter(self._watcher.arm(counter, [write for part in parts for write in self._paged_writes(part)]))
+        """All parts as one plan a group of layers, or, when it raises, none of them."""
+        armed: list[Iterator[Transfer]] = []
+        try:
+            for group in range(len(self._layout.groups)):
+                first = self._layout.first_layer(group)
+                writes = [write for part in parts for write in self._paged_writes(part, first)]
+                armed.append(iter(self._watcher.arm(counter + first, writes)))
+        except FabricError:
+            for transfer in (one for transfers in armed for one in transfers):
+                transfer.cancel()  # nothing of it was posted: the counter has not moved
+            raise
         for part in parts:
             outgoing = part.outgoing
-            outgoing.transfers += [next(transfers) for _ in outgoing.runs]
-            outgoing.writes += len(part.pages) * self._layout.num_layers * len(outgoing.runs)
+            for transfers, runs in zip(armed, _by_group(outgoing.runs), strict=True):
+                outgoing.transfers += [next(transfers) for _ in runs]
+                outgoing.writes += sum(len(part.pages) * run.geometry.num_layers for run in runs)
 
     def _give_back(self, outgoing: Outgoing) -> None:
         if outgoing.holds_slot:
@@ -181,26 +196,35 @@ class KvSender:
 
     def _runs(self, prefill: Prefill) -> list[Run]:
         source_tp, target_tp = len(self._regions), prefill.tp
-        source, target = shards.shard_layout(self._layout, source_tp), shards.shard_layout(self._layout, target_tp)
+        runs = shards.runs(self._layout, source_tp, target_tp, prefill.attempt)
         return [
             Run(
                 self._regions[run.source_rank],
                 prefill.regions[run.target_rank],
-                PageGeometry(
-                    run_bytes=run.length,
-                    source_offset=run.source_offset,
-                    target_offset=run.target_offset,
-                    source_page_stride=source.page_bytes,
-                    target_page_stride=target.page_bytes,
-                    source_layer_stride=source.layer_stride(self._num_pages),
-                    target_layer_stride=target.layer_stride(prefill.num_pages),
-                    num_layers=self._layout.num_layers,
-                ),
+                self._geometry(run, source_tp, prefill),
+                self._layout.first_layer(run.group),
             )
-            for run in shards.runs(self._layout, source_tp, target_tp, prefill.attempt)
+            for run in runs
         ]
 
-    def _paged_writes(self, part: ChunkPart) -> list[PagedWrite]:
+    def _geometry(self, run: ShardRun, source_tp: int, prefill: Prefill) -> PageGeometry:
+        ours, theirs = shards.shard_layout(self._layout, source_tp), shards.shard_layout(self._layout, prefill.tp)
+        first = self._layout.first_layer(run.group)
+        source, target = ours.groups[run.group], theirs.groups[run.group]
+        return PageGeometry(
+            run_bytes=run.length,
+            source_offset=run.source_offset,
+            target_offset=run.target_offset,
+            source_begin=ours.offset(first, 0, self._num_pages),
+            target_begin=theirs.offset(first, 0, prefill.num_pages),
+            source_page_stride=source.page_bytes,
+            target_page_stride=target.page_bytes,
+            source_layer_stride=source.layer_stride(self._num_pages),
+            target_layer_stride=target.layer_stride(prefill.num_pages),
+            num_layers=source.num_layers,
+        )
+
+    def _paged_writes(self, part: ChunkPart, first_layer: int) -> list[PagedWrite]:
         prefill = part.outgoing.prefill
         source_pages = [part.source_pages[i] for i in part.pages]
         target_pages = [prefill.pages[i] for i in part.pages]
@@ -216,6 +240,7 @@ class KvSender:
                 timeout_s=self._timeout_s,
             )
             for run in part.outgoing.runs
+            if run.first_layer == first_layer
         ]
 
     async def _digests(self, outgoing: Outgoing, source_pages: Sequence[int]) -> bytes:
@@ -248,10 +273,17 @@ class KvSender:
         )
 
 
-def _together(reports: Sequence[TransferReport]) -> TransferReport:
-    """Of transfers of the same layers, run beside one another."""
+def _by_group(runs: Sequence[Run]) -> list[list[Run]]:
+    """In the order of their layers, which is theirs."""
+    return [list(group) for _, group in groupby(runs, lambda run: run.first_layer)]
+
+
+def _together(reports: Sequence[TransferReport], groups: Sequence[Sequence[Run]]) -> TransferReport:
+    """Of a chunk's transfers, one a run: those of the same layers run beside one another."""
+    remaining = iter(reports)
     layers = [
         LayerTiming(min(run.posted_ns for run in layer), max(run.completed_ns for run in layer))
-        for layer in zip(*(report.layers for report in reports), strict=True)
+        for group in groups
+        for layer in zip(*(next(remaining).layers for _ in group), strict=True)
     ]
     return TransferReport(sum(report.writes for report in reports), sum(report.bytes for report in reports), layers)

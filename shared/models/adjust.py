@@ -3,6 +3,8 @@ row depends on no other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,16 +15,17 @@ NEVER = np.float32(-1e30)
 """The logit of a token that cannot be drawn: no bias or penalty comes near it, and softmax makes it zero."""
 
 
-def adjust(logits: npt.NDArray[np.float32], row: BatchRow) -> None:
-    """`logits` `[vocab]` of one row, in place. The rules are those of `messages.Sampling`. Raises `ValueError` for a token that
-    the vocabulary does not have."""
+def adjust(logits: npt.NDArray[np.float32], row: BatchRow, drafts: Sequence[int] = ()) -> None:
+    """`logits` `[vocab]` of one place of a row, in place; `drafts` are the row's drafts before that place, which are history like
+    the rest. The rules are those of `messages.Sampling`. Raises `ValueError` for a token that the vocabulary does not have."""
     sampling = row.sample
     assert sampling is not None, "a row that draws"
     if sampling.logit_bias:
         tokens = _tokens(list(sampling.logit_bias), logits.size, "logit_bias")
         logits[tokens] += np.fromiter(sampling.logit_bias.values(), np.float32, len(tokens))
     if sampling.looks_back:
-        _penalise(logits, sampling, np.frombuffer(row.history, "<i4"), row.prompt_tokens)
+        history = np.concatenate([np.frombuffer(row.history, "<i4"), np.array(drafts, np.int32)])
+        _penalise(logits, sampling, history, row.prompt_tokens)
     if row.forbidden:
         logits[_tokens(row.forbidden, logits.size, "forbidden")] = NEVER
 

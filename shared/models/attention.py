@@ -11,8 +11,8 @@ from shared.messages import Sampling
 A = TypeVar("A")
 
 
-class BatchRow(Protocol):
-    """One row of a step: see `shared.engine.protocol.Row`, which is one."""
+class Placed(Protocol):
+    """Tokens at positions start, start + 1, ... of a page table."""
 
     @property
     def tokens(self) -> list[int]: ...
@@ -20,8 +20,23 @@ class BatchRow(Protocol):
     def start(self) -> int: ...
     @property
     def pages(self) -> bytes: ...
+
+
+class BatchRow(Placed, Protocol):
+    """One row of a step: see `shared.engine.protocol.Row`, which is one."""
+
     @property
     def sample(self) -> Sampling | None: ...
+    @property
+    def drafts(self) -> int: ...
+    @property
+    def propose(self) -> int: ...
+    @property
+    def chained(self) -> int: ...
+    @property
+    def following(self) -> int | None: ...
+    @property
+    def hidden(self) -> bytes: ...
     @property
     def history(self) -> bytes: ...
     @property
@@ -45,7 +60,7 @@ class Attention(Protocol[A]):
         """Which kernels run, for example "cpu-avx2"."""
         ...
 
-    def plan(self, rows: Sequence[BatchRow]) -> None:
+    def plan(self, rows: Sequence[Placed]) -> None:
         """Take the rows of the next forward. Raises `ValueError` where a page table is too short, or names a page or a
         position that does not exist; nothing was written then."""
         ...

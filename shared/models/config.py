@@ -68,16 +68,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None = None
     latent: Latent | None = None
     window: Window | None = None
+    mtp_layers: int = 0
+    """Multi-token prediction layers after the network's (DeepSeek-V3)."""
 
-    def layout(self, *, page_size: int, dtype: KvDtype) -> KvLayout:
-        """KV layout of this model, unsharded."""
+    def layout(
+        self, *, page_size: int, dtype: KvDtype, mtp: bool = False, draft: ModelConfig | None = None
+    ) -> KvLayout:
+        """KV layout of this model, unsharded; with `mtp` also of its first multi-token prediction layer; and of `draft`."""
         return KvLayout(
-            num_layers=self.layers,
+            num_layers=self.layers + mtp,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=dtype,
             kind="mla" if self.latent else "gqa",
+            draft=draft.layout(page_size=page_size, dtype=dtype) if draft else None,
         )
 
 
@@ -136,12 +141,14 @@ def _with_its_own(config: ModelConfig, raw: Fields) -> ModelConfig:
 def _deepseek(config: ModelConfig, raw: Fields) -> ModelConfig:
     raw.one_of("attention_bias", False, False)
     latent = read_latent(raw)
+    mtp_layers = raw.count("num_nextn_predict_layers", 0)
     return msgspec.structs.replace(
         config,
         kv_heads=1,
         head_dim=latent.cached_dim,
         score_scale=latent.query_dim**-0.5 * config.rope.score_scale,
-        experts=read_deepseek_experts(raw, config.layers),
+        experts=read_deepseek_experts(raw, config.layers + mtp_layers),
+        mtp_layers=mtp_layers,
         latent=latent,
     )
 

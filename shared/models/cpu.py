@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shared.layout import KvLayout
 from shared.models import _kernels
-from shared.models.attention import BatchRow
+from shared.models.attention import Placed
 from shared.models.collective import Collective
 from shared.models.config import ModelConfig
 from shared.models.latent import LATENT_NORM_EPS
@@ -129,7 +129,7 @@ class CpuAttention:
     def name(self) -> str:
         return f"cpu-{self._context.isa}"
 
-    def plan(self, rows: Sequence[BatchRow]) -> None:
+    def plan(self, rows: Sequence[Placed]) -> None:
         for i, row in enumerate(rows):
             if row.start + len(row.tokens) > self._positions:
                 raise ValueError(f"row {i}: position {row.start + len(row.tokens) - 1} of {self._positions}")

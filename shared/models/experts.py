@@ -17,7 +17,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     shared_intermediate: int
     """Of the expert that every token takes, besides; 0: none."""
     sparse: list[bool]
-    """For each layer, whether it has experts or one dense feed-forward."""
+    """For each layer, multi-token prediction layers among them, whether it has experts or one dense feed-forward."""
     sigmoid: bool
     """Scores: sigmoid, with a correction bias; otherwise softmax."""
     normalise: bool

@@ -47,7 +47,7 @@ class Loader:
 
     def network(self, vectors: _kernels.Linear, *, with_head: bool) -> Network[Floats]:
         config, tensor = self._config, self._peers.tensor
-        blocks = [self._block(layer) for layer in range(config.layers)]
+        blocks = [self.block(layer) for layer in range(config.layers)]
         norm = self._norm("model.norm")
         fence = tensor.barrier if tensor else None
         if config.tied_embeddings:
@@ -65,9 +65,10 @@ class Loader:
         local = self._projection(linear, "local logits")
         return SplitHead(self._workspace, local, tensor, self._config.vocab_size)
 
-    def head_norms(self) -> list[HeadNorms]:
-        """Of each layer."""
-        return [self._head_norms(f"model.layers.{layer}.self_attn.") for layer in range(self._config.layers)]
+    def head_norms(self, layers: int | None = None) -> list[HeadNorms]:
+        """Of the first `layers` layers; None: of all of the network's."""
+        count = self._config.layers if layers is None else layers
+        return [self._head_norms(f"model.layers.{layer}.self_attn.") for layer in range(count)]
 
     def _head_norms(self, prefix: str) -> HeadNorms:
         if self._latent:
@@ -77,7 +78,7 @@ class Loader:
         q, k = (self._norm_weight(prefix + name, self._config.head_dim) for name in ("q_norm", "k_norm"))
         return HeadNorms(q, k)
 
-    def _block(self, layer: int) -> Block[Floats]:
+    def block(self, layer: int) -> Block[Floats]:
         prefix = f"model.layers.{layer}."
         qkv, out = self._attention(prefix + "self_attn.")
         mlp = self._reduced(self._feed_forward(layer, prefix + "mlp."))

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import RowsFailed
+from shared.errors import ModelError, RowsFailed
 from shared.layout import KvLayout
 from shared.messages import TokenLogprob
 from shared.models import _kernels
@@ -20,10 +20,14 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.collective import Peers
 from shared.models.config import ModelConfig, WeightsDtype, load_config
 from shared.models.cpu import CpuAttention, CpuCache, Floats, Workspace
+from shared.models.draft_model import DraftModel, check_draft
+from shared.models.drafter import Drafter, Followed, tell_failure, told
 from shared.models.loader import Loader
 from shared.models.logprobs import Distribution
+from shared.models.mtp import Mtp
 from shared.models.sampling import sample
 from shared.models.shard import shard_of
+from shared.models.verify import Place, places_of
 from shared.models.weights import Weights
 
 
@@ -35,13 +39,23 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     purpose: Literal["prefill", "decode", "mixed"] = "mixed"
     isa: str = "auto"
+    drafter: Literal["none", "mtp", "model"] = "none"
+    """Who proposes tokens: nobody, the model's own multi-token prediction layer, or `draft_model`."""
+    draft_model: str = ""
 
 
 class Draws(NamedTuple):
-    """`tokens`: for each row, None where none was asked for or another rank draws. `logprobs`: by row, where asked for."""
+    """`tokens`: for each row, none where none was asked for or another rank draws. `logprobs`: by row, one a token, where asked
+    for."""
 
-    tokens: list[int | None]
-    logprobs: dict[int, TokenLogprob]
+    tokens: list[list[int]]
+    logprobs: dict[int, list[TokenLogprob]]
+    followed: Followed | None = None
+    """What the drafter made of it, where there is one."""
+
+    @classmethod
+    def none(cls, rows: int) -> Draws:
+        return cls([[] for _ in range(rows)], {})
 
 
 class Model:
@@ -65,8 +79,10 @@ class Model:
         self._prefills_only = options.purpose == "prefill" and not self.config.tied_embeddings
         shard = shard_of(peers)
         own = shard.config(self.config)
-        self._draws, self._shares_experts = shard.rank == 0, shard.ep > 1
-        _check_layout(own, layout)
+        self._draws, self._shares_experts, self._tensor = shard.rank == 0, shard.ep > 1, peers.tensor
+        mtp = options.drafter == "mtp"
+        _check_layout(own, layout.groups[0], mtp=mtp)
+        _check_drafter(self.config, options, layout)
         dtype: WeightsDtype = self.config.dtype if options.weights_dtype == "auto" else options.weights_dtype
         self._context = _kernels.Context(options.threads, options.isa)
         self._workspace = Workspace()
@@ -75,20 +91,44 @@ class Model:
         vectors = loader.vectors()
         self._embedding = loader.embedding(vectors)
         self._network = loader.network(vectors, with_head=options.purpose != "prefill")
-        cache = CpuCache(layout, num_pages, kv, self.config.latent.rank if self.config.latent else 0)
-        self._attention = CpuAttention(self._context, self._workspace, own, cache, loader.head_norms())
+        cached = msgspec.structs.replace(own, layers=own.layers + mtp)
+        begin = layout.groups[0].region_bytes(num_pages)
+        rank = self.config.latent.rank if self.config.latent else 0
+        cache = CpuCache(layout.groups[0], num_pages, kv[:begin], rank)
+        self._attention = CpuAttention(self._context, self._workspace, cached, cache, loader.head_norms(cached.layers))
+        self._drafter: Drafter | None = None
         self.weights_bytes = weights.bytes
+        if mtp:
+            self._drafter = Mtp(
+                *(self.config, weights, self._context, self._workspace, peers),
+                model=self._network,
+                embedding=self._embedding,
+                attention=self._attention,
+            )
+            self.weights_bytes = weights.bytes
+        elif layout.draft is not None:
+            self._drafter = draft = DraftModel(
+                Path(options.draft_model),
+                self._context,
+                peers,
+                dtype=None if options.weights_dtype == "auto" else dtype,
+                layout=layout.draft,
+                num_pages=num_pages,
+                kv=kv[begin:],
+                with_head=options.purpose != "prefill",
+            )
+            self.weights_bytes += draft.weights_bytes
 
     @property
     def attention_name(self) -> str:
         return self._attention.name
 
     def step(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> list[int | None]:
-        """The tokens of `draw`."""
-        return self.draw(rows, after_attention).tokens
+        """The first token of each row of `draw`."""
+        return [tokens[0] if tokens else None for tokens in self.draw(rows, after_attention).tokens]
 
     def draw(self, rows: Sequence[BatchRow], after_attention: Callable[[], None] | None = None) -> Draws:
-        """One forward over `rows`: their K and V are written, and a token is drawn for each row that asks for one.
+        """One forward over `rows`: their K and V are written, and tokens are drawn for each row that asks for some.
 
         `after_attention` is called once a layer, when the tensor parallel group has written the layer's K and V. Only its
         rank 0 draws. Other rows never change what a row gets, not by a bit. Raises `RankLost`, and `RowsFailed` for rows
@@ -100,9 +140,23 @@ class Model:
         except (ValueError, OverflowError, TypeError) as error:
             self._stand_by()
             raise RowsFailed(str(error)) from None
-        wanted = [i for i, row in enumerate(rows) if row.sample is not None]
-        x = self._run(tokens, after_attention, fill_only=not wanted)
-        return self._drawn(rows, wanted, x) if wanted else Draws([None] * len(rows), {})
+        places = places_of(rows)
+        x = self._run(tokens, after_attention, fill_only=not places and self._fills_only)
+        draws = self._drawn(rows, places, x) if places else Draws.none(len(rows))
+        if self._drafter is None:
+            return draws
+        known = self._in_all_ranks(rows, draws.tokens) if places else draws.tokens
+        return draws._replace(followed=self._drafter.follow(rows, known, x, after_attention))
+
+    @property
+    def _fills_only(self) -> bool:
+        """Whether a forward for which nothing is drawn may end with the last layer's K and V."""
+        return not isinstance(self._drafter, Mtp)
+
+    def _in_all_ranks(self, rows: Sequence[BatchRow], tokens: list[list[int]]) -> list[list[int]]:
+        if self._tensor is None:
+            return tokens
+        return told(self._tensor, tokens, 1 + max(row.drafts for row in rows))
 
     def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
         """`[tokens, vocab]`: the logits after every token of the rows, in a tensor parallel group's rank 0; the others take
@@ -114,6 +168,8 @@ class Model:
         for i, row in enumerate(rows):
             if row.sample is not None and self._prefills_only:
                 raise ValueError(f"row {i}: asks for a token of a model that was loaded to prefill only")
+            if not 0 <= row.drafts < max(1, len(row.tokens)):
+                raise ValueError(f"row {i}: {row.drafts} drafts of {len(row.tokens)} tokens")
         tokens = np.array([token for row in rows for token in row.tokens], np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.config.vocab_size):
             raise ValueError(f"a token outside of 0 .. {self.config.vocab_size - 1}")
@@ -137,34 +193,46 @@ class Model:
         if self._shares_experts:
             self._run(self._plan([]), None, fill_only=False)
 
-    def _drawn(self, rows: Sequence[BatchRow], wanted: Sequence[int], x: Floats) -> Draws:
-        """For each row that is `wanted`, out of the hidden states of all rows' tokens; where this rank draws."""
-        draws = Draws([None] * len(rows), {})
-        ends = np.cumsum([len(row.tokens) for row in rows])
-        logits = self._network.logits(np.ascontiguousarray(x[ends[wanted] - 1]))
+    def _drawn(self, rows: Sequence[BatchRow], places: Sequence[Place], x: Floats) -> Draws:
+        """For each row of `places`, out of the hidden states of all rows' tokens; where this rank draws."""
+        logits = self._network.logits(np.ascontiguousarray(x[[place.token for place in places]]))
         if not self._draws:
-            return draws
-        samplings = [sampling for row in rows if (sampling := row.sample) is not None]
-        positions = [rows[i].start + len(rows[i].tokens) for i in wanted]
-        known = {
-            i: Distribution(at, s.logprobs)
-            for i, at, s in zip(wanted, logits, samplings, strict=True)
-            if s.logprobs is not None
-        }
+            return Draws.none(len(rows))
+        known = [
+            Distribution(at, sampling.logprobs) if sampling.logprobs is not None else None
+            for at, sampling in zip(logits, (place.sampling for place in places), strict=True)
+        ]
         try:
-            for i, row_logits in zip(wanted, logits, strict=True):
-                adjust(row_logits, rows[i])
-            tokens = sample(self._context, logits, samplings, positions)
+            for at, place in zip(logits, places, strict=True):
+                adjust(at, rows[place.row], place.drafts)
+            drawn = sample(
+                self._context, logits, [place.sampling for place in places], [place.position for place in places]
+            )
         except ValueError as error:
+            if self._drafter is not None:
+                tell_failure(self._tensor, len(rows), 1 + max(row.drafts for row in rows))
             raise RowsFailed(str(error)) from None
-        for i, token in zip(wanted, tokens, strict=True):
-            draws.tokens[i] = token
-            if i in known:
-                draws.logprobs[i] = known[i].of(token)
+        draws = Draws.none(len(rows))
+        for place, token, distribution in zip(places, drawn, known, strict=True):
+            if not place.reached(draws.tokens[place.row]):
+                continue
+            draws.tokens[place.row].append(token)
+            if distribution is not None:
+                draws.logprobs.setdefault(place.row, []).append(distribution.of(token))
         return draws
 
 
-def _check_layout(config: ModelConfig, layout: KvLayout) -> None:
-    expected = config.layout(page_size=layout.page_size, dtype=layout.dtype)
+def _check_layout(config: ModelConfig, layout: KvLayout, *, mtp: bool) -> None:
+    expected = config.layout(page_size=layout.page_size, dtype=layout.dtype, mtp=mtp)
     if layout != expected:
         raise ValueError(f"the layout is {layout}, the model's is {expected}")
+
+
+def _check_drafter(config: ModelConfig, options: ModelOptions, layout: KvLayout) -> None:
+    """Raises `ModelError` for one that the model does not have, `ValueError` for a layout without room for it."""
+    if options.drafter == "mtp" and not config.mtp_layers:
+        raise ModelError("the model has no multi-token prediction layer (num_nextn_predict_layers is 0)")
+    if (options.drafter == "model") != (layout.draft is not None):
+        raise ValueError(f"drafter {options.drafter!r} and layout {layout}")
+    if options.drafter == "model":
+        check_draft(config, load_config(Path(options.draft_model)), Path(options.draft_model))

@@ -76,9 +76,11 @@ class Network(Generic[A]):
         norm: Norm[A],
         head: Projection[A] | None,
         fence: Callable[[], None] | None = None,
+        first_layer: int = 0,
     ) -> None:
         """`head` None: a network that only fills the cache. `fence`: returns when the cache has what all ranks wrote, which
-        otherwise the end of attention waits for; None where there is one rank."""
+        otherwise the end of attention waits for; None where there is one rank. `first_layer`: in the cache."""
+        self._first_layer = first_layer
         self.blocks, self.norm, self.head, self._fence = blocks, norm, head, fence
 
     def run(
@@ -89,9 +91,9 @@ class Network(Generic[A]):
         `after_attention` is called once a layer, when the layer's K and V are in the caches of all ranks. `fill_only`:
         only the cache is wanted, and x is left undefined: the last layer ends with its K and V.
         """
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.blocks, self._first_layer):
             qkv = block.keep(layer, x, attention)
-            last = fill_only and layer + 1 == len(self.blocks)
+            last = fill_only and block is self.blocks[-1]
             if not last:
                 block.attend(layer, x, qkv, attention)
             elif self._fence is not None:

@@ -80,7 +80,8 @@ def shard_of(peers: Peers) -> Shard:
 def sharded_layout(whole: KvLayout, ranks: int) -> KvLayout:
     """The KV layout of each of `ranks` ranks. Raises `ModelError` where neither of KV heads and ranks
     divides the other."""
-    return msgspec.structs.replace(whole, num_kv_heads=_kv_heads(whole.num_kv_heads, ranks))
+    draft = whole.draft and sharded_layout(whole.draft, ranks)
+    return msgspec.structs.replace(whole, num_kv_heads=_kv_heads(whole.num_kv_heads, ranks), draft=draft)
 
 
 def _kv_heads(heads: int, ranks: int) -> int:

@@ -50,6 +50,8 @@ class PagedWrite:
         target: bytes,
         target_pages: Sequence[int],
         run_bytes: int,
+        source_begin: int,
+        target_begin: int,
         source_offset: int,
         target_offset: int,
         source_page_stride: int,

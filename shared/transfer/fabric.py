@@ -340,6 +340,8 @@ def _paged(write: PagedWrite) -> _native.PagedWrite:
         target=write.target,
         target_pages=write.target_pages,
         run_bytes=geometry.run_bytes,
+        source_begin=geometry.source_begin,
+        target_begin=geometry.target_begin,
         source_offset=geometry.source_offset,
         target_offset=geometry.target_offset,
         source_page_stride=geometry.source_page_stride,

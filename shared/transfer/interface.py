@@ -17,8 +17,8 @@ from shared.errors import FabricError
 
 
 class PageGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Byte arithmetic of paged writes. Page p of layer l begins at `l * layer_stride + p * page_stride` on each side, and what
-    is written of it is one run: `run_bytes` from `offset` in the page, which must end within the page. The layer strides
+    """Byte arithmetic of paged writes. Page p of layer l begins at `begin + l * layer_stride + p * page_stride` on each side, and
+    what is written of it is one run: `run_bytes` from `offset` in the page, which must end within the page. The layer strides
     differ where the pools' sizes do, page strides and offsets where the two sides' shards do."""
 
     run_bytes: int
@@ -29,6 +29,8 @@ class PageGeometry(msgspec.Struct, frozen=True, kw_only=True):
     source_layer_stride: int
     target_layer_stride: int
     num_layers: int
+    source_begin: int = 0
+    target_begin: int = 0
 
 
 class LayerTiming(msgspec.Struct, frozen=True):

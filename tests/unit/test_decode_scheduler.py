@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +31,16 @@ def reference(prompt: list[int], max_tokens: int, stop: frozenset[int] = frozens
     return tokens[len(prompt) :]
 
 
+def verified(tokens: list[int], drafts: list[int]) -> list[int]:
+    """What the toy model draws after `tokens`, and after each draft that stands."""
+    drawn = [toy_next(tokens)]
+    for draft in drafts:
+        if draft != drawn[-1]:
+            break
+        drawn.append(toy_next(tokens + drawn))
+    return drawn
+
+
 def sequence(name: str, prompt: list[int], max_tokens: int = 8, stop: frozenset[int] = frozenset()) -> Sequence:
     return Sequence(
         attempt=name,
@@ -46,16 +58,25 @@ def sequence(name: str, prompt: list[int], max_tokens: int = 8, stop: frozenset[
 class Toy:
     """The scheduler with its pool and the toy model; KV is a dict so that a row without its KV in place shows."""
 
-    def __init__(self, pages: int, page_size: int = 4, max_batch: int = 8, recompute: int = 5) -> None:
+    def __init__(
+        self, pages: int, page_size: int = 4, max_batch: int = 8, recompute: int = 5, speculation: Any = None
+    ) -> None:
         self.pool = PagePool(pages)
         self.scheduler = DecodeScheduler(
-            self.pool, page_size, max_batch=max_batch, max_positions=10_000, recompute_tokens=recompute
+            self.pool,
+            page_size,
+            max_batch=max_batch,
+            max_positions=10_000,
+            recompute_tokens=recompute,
+            speculation=speculation,
         )
         self.page_size = page_size
         self.kv: dict[tuple[int, int], int] = {}
         self.out: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
         self.widest = 0
+        self.steps = 0
+        self.drafted = self.accepted = 0
 
     def admit(self, seq: Sequence) -> bool:
         need = -(-(len(seq.tokens) + 1) // self.page_size)
@@ -69,25 +90,33 @@ class Toy:
     def _place(self, seq: Sequence, position: int) -> tuple[int, int]:
         return self.pool.pages(seq.attempt)[position // self.page_size], position % self.page_size
 
-    def _write(self, seq: Sequence, position: int) -> None:
-        self.kv[self._place(seq, position)] = seq.tokens[position]
+    def _write(self, seq: Sequence, position: int, token: int | None = None) -> None:
+        self.kv[self._place(seq, position)] = seq.tokens[position] if token is None else token
 
     def step(self) -> bool:
         rows = self.scheduler.plan()
         self.pool.check_integrity()
         self.widest = max(self.widest, len(rows))
-        sampled: list[int | None] = []
+        sampled: list[list[int]] = []
         for row in rows:
             for position in range(row.start, row.end):
                 self._write(row.sequence, position)
             context = [self.kv[self._place(row.sequence, p)] for p in range(row.end)]
             assert context == row.sequence.tokens[: row.end], "the KV in place is not the request's"
-            sampled.append(toy_next(context) if row.samples else None)
+            for i, draft in enumerate(row.drafts):
+                self._write(row.sequence, row.end + i, draft)
+            sampled.append(verified(context, row.drafts) if row.samples else [])
         for outcome in self.scheduler.apply(rows, sampled):
             self.out.setdefault(outcome.sequence.attempt, []).extend(outcome.tokens)
+            self.drafted += outcome.drafted
+            self.accepted += outcome.accepted
             if outcome.finish:
                 self.finish[outcome.sequence.attempt] = outcome.finish
         self.pool.check_integrity()
+        for seq in self.scheduler.running:
+            held, needed = len(self.pool.pages(seq.attempt)), -(-(len(seq.tokens) + 1) // self.page_size)
+            assert held <= needed, "pages are kept for drafts that fell"
+        self.steps += bool(rows)
         return bool(rows)
 
     def run(self) -> None:
@@ -198,7 +227,7 @@ def test_removed_in_every_state():
     rows = toy.scheduler.plan()
     toy.scheduler.remove(running)
     assert toy.pool.pages("running"), "the step that is running still uses its pages"
-    assert toy.scheduler.apply(rows, [5]) == []
+    assert toy.scheduler.apply(rows, [[5]]) == []
     toy.pool.check_integrity()
     assert toy.pool.free == 64
 

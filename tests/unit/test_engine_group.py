@@ -54,11 +54,11 @@ async def test_greedy_output_is_the_whole_models(tmp_path, kind, ranks):
         assert len(set(group.kv_fds)) == len(set(group.pids)) == ranks
         assert group.kv_bytes == group.layout.region_bytes(8) == os.fstat(group.kv_fds[-1]).st_size
         done = await run(group, prefill(0))
-        assert (done.sampled, done.counter) == ([None], LAYERS)
+        assert (done.sampled, done.counter) == ([[]], LAYERS)
         tokens, token = [], PROMPT[-1]
         for i in range(6):
             row = Row(tokens=[token], start=len(PROMPT) - 1 + i, pages=PAGES, sample=GREEDY)
-            (token,) = (await run(group, Step(step=i + 1, rows=[row]))).sampled
+            ((token,),) = (await run(group, Step(step=i + 1, rows=[row]))).sampled
             tokens.append(token)
         assert tokens == expected
 

@@ -17,7 +17,7 @@ from shared.messages import Prefill
 from shared.messenger.receiver import KvReceiver
 from shared.messenger.sender import KvSender
 from tests.unit.test_messenger import ATTEMPT, PAGES_HERE, PAGES_THERE, Pair
-from tests.unit.test_messenger_ranks import LATENT, SHARDED, content
+from tests.unit.test_messenger_ranks import DRAFTED, LATENT, SHARDED, fill
 
 SOURCE_PAGES = (5, 0, 2)
 SIZES = [1, 2, 4, 8]
@@ -42,11 +42,7 @@ class VerifyingPair(Pair):
             page_digests=ours,
         )
         self.digests = PageDigests([memoryview(region.memory) for region in self.to_regions], self.there, PAGES_THERE)
-        for rank, region in enumerate(self.from_regions):
-            for layer in range(layout.num_layers):
-                for page in range(PAGES_HERE):
-                    at = self.here.offset(layer, page, PAGES_HERE)
-                    region.memory[at : at + self.here.page_bytes] = content(layout, source_tp, rank, layer, page)
+        fill(self)
 
     def prefill(self, incoming, **changes) -> Prefill:
         return super().prefill(incoming, digests=True, **changes)
@@ -62,7 +58,7 @@ class VerifyingPair(Pair):
         await finishing
 
 
-@pytest.mark.parametrize("layout", [SHARDED, LATENT], ids=["gqa", "mla"])
+@pytest.mark.parametrize("layout", [SHARDED, LATENT, DRAFTED], ids=["gqa", "mla", "drafted"])
 @pytest.mark.parametrize("source_tp", SIZES)
 @pytest.mark.parametrize("target_tp", SIZES)
 async def test_what_was_written_is_found_right_for_every_two_shardings(layout, source_tp, target_tp):
@@ -70,7 +66,7 @@ async def test_what_was_written_is_found_right_for_every_two_shardings(layout, s
     incoming = pair.expect()
     await pair.bring(incoming)
     await pair.receiver.arrived(incoming)
-    assert incoming.expected.payload_bytes == 3 * layout.num_layers * 4
+    assert incoming.expected.payload_bytes == 3 * layout.all_layers * 4
     pair.check()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shared.kv import plan
 from shared.kv.nhd import nhd_runs
-from shared.kv.shards import ShardRun, check_sharding, fit, heads_of, holders_of, runs, shard_layout
+from shared.kv.shards import ShardRun, check_sharding, fit, heads_of, holders_of, layouts_fit, runs, shard_layout
 from shared.layout import KvLayout
 
 TP = st.sampled_from([1, 2, 4, 8])
@@ -188,3 +189,37 @@ def test_shardings_fit_where_one_divides_the_other() -> None:
     assert fit(4, 2, 8)
     assert fit(6, 6, 3)
     assert not fit(6, 2, 3)
+
+
+def test_a_drafts_layers_follow_the_models_in_the_same_region() -> None:
+    model = KvLayout(num_layers=3, num_kv_heads=1, head_dim=5, page_size=2, dtype="bfloat16", kind="mla")
+    draft = layout(4)
+    both = msgspec.structs.replace(model, draft=draft)
+    assert both.groups == [model, draft]
+    assert (both.all_layers, both.token_bytes) == (5, model.token_bytes + draft.token_bytes)
+    assert both.region_bytes(7) == model.region_bytes(7) + draft.region_bytes(7)
+    ends = [
+        both.offset(layer, page, 7) + both.groups[both.group_of(layer)].page_bytes
+        for layer in range(5)
+        for page in range(7)
+    ]
+    begins = [both.offset(layer, page, 7) for layer in range(5) for page in range(7)]
+    assert begins == [0, *ends[:-1]]
+    assert ends[-1] == both.region_bytes(7)
+    assert both.digest() not in (model.digest(), draft.digest())
+    assert shard_layout(both, 2).draft == shard_layout(draft, 2)
+    assert layouts_fit(both, 2, 4)
+    assert not layouts_fit(msgspec.structs.replace(both, draft=layout(6)), 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        ({"page_size": 3}, "page_size or dtype"),
+        ({"dtype": "float32"}, "page_size or dtype"),
+        ({"draft": layout(1)}, "no draft of its own"),
+    ],
+)
+def test_a_draft_that_does_not_go_with_the_model_is_no_layout(draft: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        msgspec.structs.replace(layout(2), draft=msgspec.structs.replace(layout(2), **draft))

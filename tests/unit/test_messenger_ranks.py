@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
+import msgspec
 import pytest
 
 from shared.errors import TransferCancelled
@@ -22,27 +23,40 @@ from tests.unit.test_messenger import (
 
 SHARDED = KvLayout(num_layers=3, num_kv_heads=4, head_dim=1, page_size=4, dtype="float32")
 LATENT = KvLayout(num_layers=3, num_kv_heads=1, head_dim=3, page_size=4, dtype="bfloat16", kind="mla")
+DRAFTED = msgspec.structs.replace(
+    LATENT, draft=KvLayout(num_layers=2, num_kv_heads=4, head_dim=2, page_size=4, dtype="bfloat16")
+)
+"""A model that is drafted for by one whose heads are others."""
 
 
 def content(layout: KvLayout, tp: int, rank: int, layer: int, page: int) -> bytes:
     """What a rank's page holds: every byte tells its part, head of the whole model, layer, page and place."""
+    group = layout.groups[layout.group_of(layer)]
     return b"".join(
-        hashlib.blake2b(repr((layer, page, part, head)).encode(), digest_size=layout.head_bytes).digest()
-        for part in range(layout.parts)
-        for head in heads_of(layout.num_kv_heads, tp, rank)
+        hashlib.blake2b(repr((layer, page, part, head)).encode(), digest_size=group.head_bytes).digest()
+        for part in range(group.parts)
+        for head in heads_of(group.num_kv_heads, tp, rank)
     )
 
 
-@pytest.mark.parametrize("layout", [SHARDED, LATENT], ids=["gqa", "mla"])
+def fill(pair: Pair) -> None:
+    """The prefiller's pages with their `content`."""
+    for rank, region in enumerate(pair.from_regions):
+        for layer in range(pair.layout.all_layers):
+            for page in range(PAGES_HERE):
+                at, its = (
+                    pair.here.offset(layer, page, PAGES_HERE),
+                    content(pair.layout, pair.source_tp, rank, layer, page),
+                )
+                region.memory[at : at + len(its)] = its
+
+
+@pytest.mark.parametrize("layout", [SHARDED, LATENT, DRAFTED], ids=["gqa", "mla", "drafted"])
 @pytest.mark.parametrize("source_tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("target_tp", [1, 2, 4, 8])
 async def test_every_rank_has_its_heads_of_every_page(layout, source_tp, target_tp):
     pair = Pair(layout=layout, source_tp=source_tp, target_tp=target_tp)
-    for rank, region in enumerate(pair.from_regions):
-        for layer in range(3):
-            for page in range(PAGES_HERE):
-                at = pair.here.offset(layer, page, PAGES_HERE)
-                region.memory[at : at + pair.here.page_bytes] = content(layout, source_tp, rank, layer, page)
+    fill(pair)
     incoming = pair.expect()
     outgoing = await pair.send(pair.prefill(incoming))
     finishing = asyncio.create_task(pair.sender.finish(outgoing))
@@ -55,10 +69,10 @@ async def test_every_rank_has_its_heads_of_every_page(layout, source_tp, target_
     report = await finishing
     await pair.receiver.arrived(incoming)
     for rank, region in enumerate(pair.to_regions):
-        for layer in range(3):
+        for layer in range(layout.all_layers):
             for source, target in zip((5, 0, 2), pair.pool.pages(ATTEMPT), strict=False):
-                at = pair.there.offset(layer, target, PAGES_THERE)
-                assert region.memory[at : at + pair.there.page_bytes] == content(layout, target_tp, rank, layer, source)
+                at, its = pair.there.offset(layer, target, PAGES_THERE), content(layout, target_tp, rank, layer, source)
+                assert region.memory[at : at + len(its)] == its
     assert (len(report.chunks), report.tail.writes) == (2, 1)
     assert report.bytes == plan.kv_bytes(layout, PROMPT, target_tp) + report.tail.bytes
     assert sum(chunk.writes for chunk in report.chunks) + 1 == incoming.expected.writes == outgoing.writes
@@ -88,3 +102,17 @@ async def test_a_report_spans_the_ranks_of_a_chunk():
     first, second = (await finishing).chunks
     assert first == TransferReport(4, 40, [LayerTiming(97, 203)])
     assert second == TransferReport(4, 40, [LayerTiming(93, 207)])
+
+
+async def test_a_report_has_the_layers_of_model_and_draft_one_after_another():
+    pair = Pair(layout=DRAFTED)
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    for transfer, layers in zip(outgoing.transfers, (3, 2, 3, 2), strict=True):
+        transfer._report = TransferReport(1, 10, [LayerTiming(layers, 200 + i) for i in range(layers)])
+    finishing = asyncio.create_task(pair.sender.finish(outgoing))
+    await asyncio.sleep(0)
+    pair.land()
+    for chunk in (await finishing).chunks:
+        assert [layer.posted_ns for layer in chunk.layers] == [3, 3, 3, 2, 2]
+        assert (chunk.writes, chunk.bytes) == (2, 20)
