@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from services.decode.sequence import Outcome, Sequence
+from shared.errors import GrammarError
+from shared.grammar import Matcher
 from shared.kv.ledger import PagePool
 
 
@@ -22,6 +24,8 @@ class PlannedRow:
     sequence: Sequence
     start: int
     end: int
+    mask: bytes = b""
+    """Under a grammar: see `shared.engine.protocol.Row`."""
 
     @property
     def samples(self) -> bool:
@@ -120,7 +124,9 @@ class DecodeScheduler:
             generated = len(sequence.tokens) - sequence.prompt_tokens
             if generated >= sequence.max_tokens or len(sequence.tokens) >= self._max_positions:
                 outcome.finish = "length"
-        if outcome.finish:
+            if sequence.matcher is not None:
+                _match(sequence.matcher, token, outcome)
+        if outcome.finish or outcome.error:
             self._drop(sequence)
         return outcome
 
@@ -169,3 +175,13 @@ class DecodeScheduler:
         if sequence in self._running:
             self._running.remove(sequence)
         self._pool.release(sequence.attempt)
+
+
+def _match(matcher: Matcher, token: int, outcome: Outcome) -> None:
+    """A complete output ends well even where it has reached its longest; a token that is not allowed is not part of it."""
+    try:
+        matcher.accept(token)
+    except GrammarError as error:
+        outcome.tokens, outcome.finish, outcome.error = [], None, error
+    else:
+        outcome.finish = "stop" if matcher.finished else outcome.finish

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row
+from shared.errors import GrammarError
+from shared.grammar import Matcher
 from shared.messages import FinishReason, Generate, InstanceRef, Sampling
 
 
@@ -28,6 +30,8 @@ class Sequence:
     """Among all that became ready: the smaller the older."""
     preemptions: int = 0
     cancelled: bool = False
+    matcher: Matcher | None = None
+    """Of its grammar, where it has one: it has accepted what was generated, whether or not its KV is here."""
 
     @classmethod
     def of(cls, generate: Generate, now: float) -> Sequence:
@@ -42,7 +46,7 @@ class Sequence:
             deadline=now + generate.budget_s,
         )
 
-    def row(self, start: int, end: int, pages: bytes, *, samples: bool) -> Row:
+    def row(self, start: int, end: int, pages: bytes, *, samples: bool, mask: bytes = b"") -> Row:
         """Its positions [start, end) in a step. The tokens so far go along only where the draw looks at them."""
         tokens = self.tokens[start:end]
         if not samples:
@@ -55,6 +59,7 @@ class Sequence:
             sample=self.sampling,
             history=pack_ints(self.tokens) if self.sampling.looks_back else b"",
             prompt_tokens=self.prompt_tokens,
+            mask=mask,
             forbidden=list(self.stop_token_ids) if output < self.sampling.min_tokens else [],
         )
 
@@ -66,5 +71,7 @@ class Outcome:
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    error: GrammarError | None = None
+    """It has ended badly."""
     row: int = 0
     """Of the step."""
