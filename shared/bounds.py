@@ -32,4 +32,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(pattern=r"\A[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
 """Stands in a subject: see `shared.subjects`."""
 
+GrammarText = Annotated[str, Meta(min_length=1, max_length=1 << 18)]
+"""Characters of what an output must match."""
+
 AttemptId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]

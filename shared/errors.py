@@ -4,6 +4,7 @@
     ├── ConfigError            a setting is wrong: names it, its value and what it takes
     ├── RequestError           the client's request is wrong: HTTP status, parameter, code
     ├── Refused                a sound request that cannot be taken now: reason, Retry-After
+    ├── GrammarError           a grammar that cannot be compiled, or met a limit
     ├── ModelError             a model directory that cannot be loaded or is not supported
     ├── EngineError
     │   ├── ExecutorDied       the executor process ended: exit status
@@ -63,6 +64,10 @@ class Refused(KvmeshError):
     def __init__(self, reason: str, *, retry_after_s: float = 1.0, status: int = 503) -> None:
         super().__init__(reason)
         self.reason, self.retry_after_s, self.status = reason, retry_after_s, status
+
+
+class GrammarError(KvmeshError):
+    """A grammar that is none, is too complex, or does not allow what was drawn; the text says which."""
 
 
 class ModelError(KvmeshError):

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from shared import subjects
 from shared.bus import Bus, Message
@@ -39,6 +40,10 @@ class Instance:
     regions: list[interface.MemoryRegion]
     """One a rank, in the executor's order, each of the rank's heads of all pages of its data parallel rank's pool."""
     bus: Bus
+    directory: Path
+    """The model's."""
+    eos_token_ids: tuple[int, ...]
+    """The model's own tokens that end an output."""
 
     @property
     def tp(self) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shared.bounds import U32, AttemptId, Count, Incarnation, Name, Number, Positive, Ranks, Share, Size
+from shared.bounds import U32, AttemptId, Count, GrammarText, Incarnation, Name, Number, Positive, Ranks, Share, Size
 from shared.layout import KvLayout
 
 Role = Literal["prefill", "decode"]
@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 Verify = Literal["no", "pages"]
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these structs. A different one in an `Announce` is never paired."""
 
 
@@ -140,6 +140,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What an output must match, from its first token to its last. The output ends with reason "stop" as soon as nothing can be
+    added to it; where it can end, and can also go on, the model chooses. See `shared.grammar`."""
+
+    kind: Literal["llguidance"] = "llguidance"
+    """In whose form `text` is."""
+    text: GrammarText
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Router → decoder, request/reply (`Accepted` | `RefusedReply`): run this attempt.
 
@@ -156,6 +165,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_tokens: int
     stop_token_ids: list[int]
     budget_s: Number
+    grammar: Grammar | None = None
+    """The prefiller never hears of it."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):

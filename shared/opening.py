@@ -108,4 +108,6 @@ async def open_instance(role: Role, settings: InstanceSettings) -> AsyncIterator
         regions: list[MemoryRegion] = [fabric.register(fd, group.kv_bytes) for fd in group.kv_fds]
         for region in regions:
             stack.callback(region.close)
-        yield Instance(role, ref, settings, identity, layout, pools, group, fabric, regions, bus)
+        yield Instance(
+            role, ref, settings, identity, layout, pools, group, fabric, regions, bus, path, tuple(config.eos_ids)
+        )

@@ -65,6 +65,8 @@ class Engine:
     """What the nodes of a mesh run: the toy model, in this process."""
 
     identity = MODEL
+    directory = Path("no tokenizer")
+    eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, layout: KvLayout = LAYOUT) -> None:
         self.layout = layout
@@ -83,6 +85,7 @@ class ModelEngine(Engine):
         config = load_config(directory)
         super().__init__(config.layout(page_size=page_size, dtype=kv_dtype))
         self.directory = directory
+        self.eos_token_ids = tuple(config.eos_ids)
         self.identity = ModelIdentity(
             name="m", digest="m", vocab_size=config.vocab_size, max_positions=config.max_positions
         )
@@ -246,6 +249,8 @@ class Mesh:
             fabric,
             regions,
             await self.bus(role, settings.name),
+            self._engine.directory,
+            self._engine.eos_token_ids,
         )
         started: asyncio.Future[tuple[Any, Announcer]] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(_serve(instance, settings, make, metrics(CollectorRegistry()), started))

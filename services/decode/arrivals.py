@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from services.decode.attempts import Attempt, Attempts, Cancelled
+from services.decode.grammars import Grammars
 from services.decode.metrics import DecodeMetrics
 from services.decode.outbox import Outbox
 from shared import subjects
@@ -36,6 +37,7 @@ class Arrivals:
         attempts: Attempts,
         outbox: Outbox,
         metrics: DecodeMetrics,
+        grammars: Grammars,
         tasks: asyncio.TaskGroup,
         *,
         ready: Callable[[Attempt], None],
@@ -46,6 +48,7 @@ class Arrivals:
         self._attempts = attempts
         self._outbox = outbox
         self._metrics = metrics
+        self._grammars = grammars
         self._tasks = tasks
         self._ready = ready
         self._freed = freed
@@ -55,6 +58,10 @@ class Arrivals:
     def start(self, attempt: Attempt, incoming: Incoming) -> None:
         """The attempt's pages are reserved and its counter is armed: now the prefiller may be asked."""
         self._tasks.create_task(self._bring_in(attempt, incoming))
+
+    def start_without(self, attempt: Attempt) -> None:
+        """The same where there is no KV to come: only its grammar is waited for."""
+        self._tasks.create_task(self._when_settled(attempt))
 
     def on_drained(self, drained: Drained) -> None:
         """The prefiller gave up by itself, and no write of the attempt can land any more."""
@@ -88,8 +95,11 @@ class Arrivals:
             asked.cancel()
             arrived.cancel()
         self._note(attempt)
+        return await self._when_settled(attempt)
+
+    async def _when_settled(self, attempt: Attempt) -> None:
+        await self._grammars.settled(attempt)
         self._ready(attempt)
-        return None
 
     async def _give_up(self, attempt: Attempt, incoming: Incoming, error: AttemptFailed | Cancelled) -> None:
         self._attempts.finish_badly(attempt, error)

@@ -38,6 +38,8 @@ class Attempt:
     context: Context
     admitted_ns: int
     incoming: Incoming | None = None
+    compiling: asyncio.Task[None] | None = None
+    """Sets the sequence's matcher, or fails the attempt. None: it has no grammar."""
     failure: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ready_ns: int = 0
     first_ns: int = 0

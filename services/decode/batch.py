@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 
 from services.decode.attempts import Attempt, Attempts
+from services.decode.grammars import STAGE, fill_masks
 from services.decode.metrics import DecodeMetrics
 from services.decode.outbox import Outbox
 from services.decode.rank import DecodeRank
 from services.decode.scheduler import PlannedRow
 from services.decode.sequence import Outcome
+from services.decode.sequence import Sequence as DecodeSequence
 from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.errors import AttemptFailed
@@ -97,6 +99,8 @@ class Batch:
     async def _step(self, plans: Sequence[list[PlannedRow]]) -> None:
         """One step of all ranks; `plans` are theirs."""
         self._number += 1
+        for sequence, error in await fill_masks(plans):
+            self._end_badly(sequence, AttemptFailed(STAGE, str(error), retryable=False))
         steps = [
             Step(step=self._number, rows=[self._row(rank, row) for row in rows])
             for rank, rows in zip(self._ranks, plans, strict=True)
@@ -113,7 +117,7 @@ class Batch:
     def _row(self, rank: DecodeRank, row: PlannedRow) -> Row:
         sequence = row.sequence
         pages = pack_ints(rank.pool.pages(sequence.attempt))
-        return sequence.row(row.start, row.end, pages, row.drafts, samples=row.samples)
+        return sequence.row(row.start, row.end, pages, row.drafts, samples=row.samples, mask=row.mask)
 
     def _measure(self, answers: Sequence[StepDone | StepError]) -> None:
         """A step takes as long as its slowest rank."""
@@ -124,7 +128,10 @@ class Batch:
 
     def _take(self, rank: DecodeRank, rows: list[PlannedRow], done: StepDone) -> None:
         for outcome in rank.scheduler.apply(rows, done.sampled):
-            self._emit(outcome, done)
+            if outcome.error is None:
+                self._emit(outcome, done)
+            else:
+                self._end_badly(outcome.sequence, AttemptFailed(STAGE, str(outcome.error), retryable=False))
 
     def _fail(self, rank: DecodeRank, rows: list[PlannedRow], error: StepError) -> None:
         """That rank's rows alone."""
@@ -132,6 +139,11 @@ class Batch:
         for sequence in rank.scheduler.fail(rows):
             if (attempt := self._attempts.get(sequence.attempt)) is not None:
                 self._attempts.finish_badly(attempt, AttemptFailed("decode step", error.detail))
+
+    def _end_badly(self, sequence: DecodeSequence, error: AttemptFailed) -> None:
+        if (attempt := self._attempts.get(sequence.attempt)) is not None:
+            self.remove(attempt)
+            self._attempts.finish_badly(attempt, error)
 
     def _emit(self, outcome: Outcome, done: StepDone) -> None:
         sequence = outcome.sequence

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 from services.decode.sequence import Outcome, Sequence
 from services.decode.speculation import Speculation
+from shared.errors import GrammarError
+from shared.grammar import Matcher
 from shared.kv.ledger import PagePool
 
 
@@ -28,6 +30,8 @@ class PlannedRow:
     start: int
     end: int
     drafts: list[int] = field(default_factory=list)
+    mask: bytes = b""
+    """Under a grammar: see `shared.engine.protocol.Row`."""
 
     @property
     def samples(self) -> bool:
@@ -143,8 +147,11 @@ class DecodeScheduler:
             generated = len(sequence.tokens) - sequence.prompt_tokens
             if generated >= sequence.max_tokens or len(sequence.tokens) >= self._max_positions:
                 outcome.finish = "length"
+            if sequence.matcher is not None:
+                _match(sequence.matcher, token, outcome)
+            if outcome.finish or outcome.error:
                 break
-        if outcome.finish:
+        if outcome.finish or outcome.error:
             self._drop(sequence)
         elif outcome.drafted:
             self._pool.trim(sequence.attempt, self._pages_for(len(sequence.tokens)))
@@ -219,3 +226,13 @@ class DecodeScheduler:
         if sequence in self._running:
             self._running.remove(sequence)
         self._pool.release(sequence.attempt)
+
+
+def _match(matcher: Matcher, token: int, outcome: Outcome) -> None:
+    """A complete output ends well even where it has reached its longest; a token that is not allowed is not part of it."""
+    try:
+        matcher.accept(token)
+    except GrammarError as error:
+        outcome.tokens, outcome.finish, outcome.error = [], None, error
+    else:
+        outcome.finish = "stop" if matcher.finished else outcome.finish

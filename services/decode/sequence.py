@@ -8,6 +8,8 @@ from services.decode.draft_length import DraftLength
 from services.decode.ngram import Ngrams
 from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row
+from shared.errors import GrammarError
+from shared.grammar import Matcher
 from shared.messages import FinishReason, Generate, InstanceRef, Sampling
 
 
@@ -34,6 +36,8 @@ class Sequence:
     """How much to propose; None until something was asked for."""
     lookup: Ngrams | None = None
     """Where its proposals come from its own tokens."""
+    matcher: Matcher | None = None
+    """Of its grammar, where it has one: it has accepted what was generated, whether or not its KV is here."""
 
     @classmethod
     def of(cls, generate: Generate, now: float) -> Sequence:
@@ -48,7 +52,7 @@ class Sequence:
             deadline=now + generate.budget_s,
         )
 
-    def row(self, start: int, end: int, pages: bytes, drafts: list[int], *, samples: bool) -> Row:
+    def row(self, start: int, end: int, pages: bytes, drafts: list[int], *, samples: bool, mask: bytes = b"") -> Row:
         """Its positions [start, end) in a step, and `drafts` after them. The tokens so far go along only where the draw looks at
         them."""
         tokens = self.tokens[start:end] + drafts
@@ -63,6 +67,7 @@ class Sequence:
             drafts=len(drafts),
             history=pack_ints(self.tokens) if self.sampling.looks_back else b"",
             prompt_tokens=self.prompt_tokens,
+            mask=mask,
             forbidden=list(self.stop_token_ids) if output < self.sampling.min_tokens else [],
         )
 
@@ -75,6 +80,8 @@ class Outcome:
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    error: GrammarError | None = None
+    """It has ended badly."""
     row: int = 0
     """Of the step."""
     drafted: int = 0

@@ -11,6 +11,7 @@ from services.decode import admission
 from services.decode.arrivals import Arrivals
 from services.decode.attempts import Attempt, Attempts, Cancelled
 from services.decode.batch import Batch
+from services.decode.grammars import Grammars, lacking
 from services.decode.metrics import DecodeMetrics
 from services.decode.outbox import Outbox
 from services.decode.rank import DecodeRank, ranks_of
@@ -64,12 +65,14 @@ class DecodeService:
         self._batch = Batch(
             instance, self.ranks, self._attempts, self._outbox, metrics, step_timeout_s=settings.step_timeout_s
         )
+        self._grammars = Grammars(instance, tasks)
         self._arrivals = Arrivals(
             instance,
             self._receiver,
             self._attempts,
             self._outbox,
             metrics,
+            self._grammars,
             tasks,
             ready=self._on_ready,
             freed=self._batch.wake,
@@ -125,6 +128,7 @@ class DecodeService:
 
     def close(self) -> None:
         self._receiver.close()
+        self._grammars.close()
 
     async def _on_message(self, message: Message[ToDecoder]) -> None:
         match message.body:
@@ -161,16 +165,22 @@ class DecodeService:
         traces.record("decode.admission", message.context, began_ns, time.monotonic_ns())
         self._attempts.add(attempt)
         self._outbox.greet(generate.router, self._now())
-        if attempt.incoming is None:
-            self._batch.start(attempt)
-        else:
+        self._grammars.begin(attempt, generate.grammar)
+        if attempt.incoming is not None:
             self._arrivals.start(attempt, attempt.incoming)
+        elif attempt.compiling is not None:
+            self._arrivals.start_without(attempt)
+        else:
+            self._batch.start(attempt)
         return Accepted(generate.attempt)
 
     def _on_ready(self, attempt: Attempt) -> None:
         self._batch.start(attempt)
-        if isinstance(meanwhile := attempt.end(), Cancelled):
+        meanwhile = attempt.end()
+        if isinstance(meanwhile, Cancelled):
             self._end_badly(attempt, meanwhile)
+        elif (unmatched := lacking(attempt)) is not None:
+            self._end_badly(attempt, unmatched)
 
     def _on_cancel(self, attempt_id: str) -> None:
         attempt = self._attempts.get(attempt_id)

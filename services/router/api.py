@@ -19,6 +19,7 @@ from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
 from services.router.relay import Request
 from services.router.service import RouterService
+from services.router.structured import Constraint, compiled, constraint
 from services.router.tokens_api import TokensApi
 from services.router.validate import (
     Job,
@@ -89,7 +90,7 @@ class Api:
         check(request, self._model)
         text = self._model.chat_prompt(chat_messages(request.messages), template_kwargs(request))
         tokens = await self._model.encode(text, add_special_tokens=False)
-        return plan(request, tokens, self._model, self._service.limits())
+        return await self._constrained(plan(request, tokens, self._model, self._service.limits()), constraint(request))
 
     async def _completion_job(self, body: bytes) -> Job:
         request = decode(body, CompletionRequest)
@@ -97,7 +98,13 @@ class Api:
         prompt = completion_prompt(request.prompt, self._model.identity.vocab_size)
         if isinstance(prompt, str):
             prompt = await self._model.encode(prompt, add_special_tokens=request.special_tokens is not False)
-        return plan(request, prompt, self._model, self._service.limits())
+        return await self._constrained(plan(request, prompt, self._model, self._service.limits()), constraint(request))
+
+    async def _constrained(self, job: Job, wanted: Constraint | None) -> Job:
+        if wanted is None:
+            return job
+        grammar = await compiled(wanted, job.stop_token_ids, self._service.grammars)
+        return msgspec.structs.replace(job, grammar=grammar)
 
     async def _answer(self, http: web.Request, endpoint: str, prepare: Prepare) -> web.StreamResponse:
         """One request, its span and its metrics; every error is answered here."""

@@ -18,7 +18,7 @@ from shared.messages import Emit, EmitBatch, FinishReason, InstanceRef, StreamSt
 PREFILL_STAGES = frozenset({"prefill", "transfer"})
 """Stages whose failure is the prefiller's."""
 
-STAGES = PREFILL_STAGES | {"decode", "decoder", "decode step", "waiting for KV"}
+STAGES = PREFILL_STAGES | {"decode", "decoder", "decode step", "waiting for KV", "grammar"}
 """What a decoder names as the stage of a failure."""
 
 

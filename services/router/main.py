@@ -99,6 +99,7 @@ async def running(settings: RouterSettings, model: ServedModel) -> AsyncIterator
             finally:
                 await service.relay.courier.drained(DRAIN_CANCELS_S)
                 watching.cancel()
+                service.grammars.close()
 
 
 async def drain(service: RouterService) -> None:

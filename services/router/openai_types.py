@@ -36,6 +36,38 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ignored: padding against traffic analysis, which we do not add."""
 
 
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`strict` changes nothing: the output always matches. No schema: any object."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+    pass
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    pass
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """GBNF, or llguidance's Lark."""
+    json_object: bool | None = None
+
+
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints take."""
 
@@ -61,6 +93,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     repetition_penalty: float | None = None
     include_stop_str_in_output: bool | None = None
     request_id: str | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # Harmless.
     user: Any = None
@@ -76,7 +110,6 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     n: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
-    response_format: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
     echo: Any = None
@@ -121,7 +154,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "echo": (False,),

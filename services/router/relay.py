@@ -246,6 +246,7 @@ class Relay:
             max_tokens=job.max_tokens,
             stop_token_ids=job.stop_token_ids,
             budget_s=request.deadline - self._loop.time(),
+            grammar=job.grammar,
         )
 
     def _on_refusal(self, attempt: Attempt, request: Request, refusal: RefusedReply) -> bool:

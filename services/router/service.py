@@ -17,6 +17,7 @@ from shared import subjects
 from shared.bus import Bus, Message
 from shared.config import RouterSettings
 from shared.errors import BusError
+from shared.grammar import Compiler, Vocabulary
 from shared.messages import Accepted, Announce, Discover, EmitBatch, InstanceRef, StreamStatus, ToRouter
 from shared.web.health import Readiness
 
@@ -38,6 +39,7 @@ class RouterService:
         self._bus = bus
         self.registry = Registry(model.identity, settings.dead_after_s)
         self.relay = Relay(me, settings, bus, self.registry, metrics)
+        self.grammars = Compiler(Vocabulary(model.tokenizer.to_str, model.identity.vocab_size, model.eos_token_ids))
         self.draining = False
         self._loop = asyncio.get_running_loop()
         self._discover = asyncio.Event()

@@ -15,7 +15,7 @@ from services.router.model import ServedModel
 from services.router.openai_types import NEUTRAL, ChatMessage, ChatRequest, Common, CompletionRequest
 from services.router.template import RESERVED
 from shared.errors import RequestError
-from shared.messages import Sampling
+from shared.messages import Grammar, Sampling
 
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
@@ -44,6 +44,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    grammar: Grammar | None = None
+    """What the output must match; it has been compiled here."""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -89,6 +89,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     forbidden: list[int] = []
     """Tokens that cannot be drawn, in any place of the row."""
+    mask: bytes = b""
+    """Which tokens may be drawn, for each position of the row that draws one: ceil(vocab / 32) * 4 bytes each, bit t
+    (little-endian) set where token t may come. It wins over `forbidden`. Empty: all may."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -14,6 +14,10 @@ from shared.models.attention import BatchRow
 NEVER = np.float32(-1e30)
 """The logit of a token that cannot be drawn: no bias or penalty comes near it, and softmax makes it zero."""
 
+OUTSIDE = np.float32(-2e30)
+"""The logit of a token that the row's mask does not have: drawn even less than one that is only forbidden, so that where all
+that the mask has is forbidden, one of it is drawn all the same."""
+
 
 def adjust(logits: npt.NDArray[np.float32], row: BatchRow, drafts: Sequence[int] = ()) -> None:
     """`logits` `[vocab]` of one place of a row, in place; `drafts` are the row's drafts before that place, which are history like
@@ -28,6 +32,19 @@ def adjust(logits: npt.NDArray[np.float32], row: BatchRow, drafts: Sequence[int]
         _penalise(logits, sampling, history, row.prompt_tokens)
     if row.forbidden:
         logits[_tokens(row.forbidden, logits.size, "forbidden")] = NEVER
+    if row.mask:
+        keep_masked(logits, row.mask, len(drafts))
+
+
+def keep_masked(logits: npt.NDArray[np.float32], mask: bytes, position: int = 0) -> None:
+    """Of `logits` `[vocab]` only what mask number `position` of `mask` has can be drawn."""
+    size = -(-logits.size // 32) * 4
+    if len(mask) % size or not 0 <= position * size < len(mask):
+        raise ValueError(f"mask: {len(mask)} bytes, {size} are wanted for each position that draws a token")
+    own = np.frombuffer(mask, np.uint8, size, position * size)
+    outside = np.unpackbits(own, count=logits.size, bitorder="little").view(np.bool_)
+    np.logical_not(outside, out=outside)
+    logits[outside] = OUTSIDE
 
 
 def _penalise(

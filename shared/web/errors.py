@@ -5,7 +5,8 @@
 | `RequestError` | its own, 400 by default; 401 with WWW-Authenticate | invalid_request_error | its own |
 | `Refused`, 429 | with Retry-After | rate_limit_error | rate_limit_exceeded |
 | `Refused`, else | its own, 503 by default, with Retry-After | service_unavailable_error | unavailable |
-| `AttemptFailed` | 503 with Retry-After where another try may work, else 500 | server_error | attempt_failed |
+| `AttemptFailed` in stage grammar, for good | 400 | invalid_request_error | grammar_failed |
+| `AttemptFailed`, else | 503 with Retry-After where another try may work, else 500 | server_error | attempt_failed |
 | `BusError` | 503 with Retry-After | service_unavailable_error | unavailable |
 | `TimeoutError` | 504 | timeout_error | deadline_exceeded |
 | aiohttp's 404, 405, 413 ... | the same | invalid_request_error | not_found, ... |
@@ -72,6 +73,8 @@ def describe(error: BaseException) -> ErrorAnswer:
             return _retry(error.retry_after_s, error.status, error.reason, kind, code)
         case AttemptFailed(retryable=True):
             return _retry(1.0, 503, str(error), "server_error", "attempt_failed")
+        case AttemptFailed(stage="grammar"):
+            return _answer(400, str(error), "invalid_request_error", "grammar_failed")
         case AttemptFailed():
             return _answer(500, str(error), "server_error", "attempt_failed")
         case BusError():

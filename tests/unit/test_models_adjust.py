@@ -10,7 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row
 from shared.messages import Sampling
-from shared.models.adjust import NEVER, adjust
+from shared.models.adjust import NEVER, OUTSIDE, adjust, keep_masked
 
 VOCAB = 50
 PROMPT, OUTPUT = [3, 3, 7, 9], [7, 11, 11, 11]
@@ -20,7 +20,7 @@ def logits(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 3, VOCAB).astype(np.float32)
 
 
-def adjusted(before: np.ndarray, forbidden: list[int] | None = None, **fields: object) -> np.ndarray:
+def adjusted(before: np.ndarray, forbidden: list[int] | None = None, mask: bytes = b"", **fields: object) -> np.ndarray:
     sampling = Sampling(temperature=1.0, **fields)
     row = Row(
         tokens=[0],
@@ -30,6 +30,7 @@ def adjusted(before: np.ndarray, forbidden: list[int] | None = None, **fields: o
         history=pack_ints(PROMPT + OUTPUT),
         prompt_tokens=len(PROMPT),
         forbidden=forbidden or [],
+        mask=mask,
     )
     after = before.copy()
     adjust(after, row)
@@ -72,3 +73,33 @@ def test_what_is_forbidden_cannot_come() -> None:
 def test_a_token_that_is_none_is_an_error(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"outside of 0 .. {VOCAB - 1}"):
         adjusted(logits(), **fields)  # type: ignore[arg-type]
+
+
+def mask_of(*tokens: int) -> bytes:
+    return sum(1 << token for token in tokens).to_bytes(-(-VOCAB // 32) * 4, "little")
+
+
+def test_only_what_the_mask_has_can_be_drawn() -> None:
+    after = adjusted(logits(), mask=mask_of(0, 31, 32, 49))
+    assert np.flatnonzero(after > NEVER).tolist() == [0, 31, 32, 49]
+    assert np.array_equal(after[[0, 31, 32, 49]], logits()[[0, 31, 32, 49]])
+
+
+def test_the_mask_wins_over_biases_and_over_what_is_forbidden() -> None:
+    after = adjusted(logits(), forbidden=[4], mask=mask_of(4), logit_bias={4: -100.0, 5: 100.0})
+    assert after.argmax() == 4
+    assert (np.delete(after, 4) == OUTSIDE).all()
+
+
+def test_each_position_has_its_mask() -> None:
+    masks = mask_of(1) + mask_of(2)
+    for position, token in enumerate((1, 2)):
+        after = logits()
+        keep_masked(after, masks, position)
+        assert np.flatnonzero(after > NEVER).tolist() == [token]
+
+
+@pytest.mark.parametrize(("mask", "position"), [(b"\0" * 7, 0), (b"\0" * 9, 0), (b"\0" * 8, 1)])
+def test_a_mask_of_another_vocabulary_is_refused(mask: bytes, position: int) -> None:
+    with pytest.raises(ValueError, match="mask"):
+        keep_masked(logits(), mask, position)

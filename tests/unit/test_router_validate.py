@@ -126,7 +126,6 @@ def test_a_field_that_is_not_supported_takes_null_and_what_changes_nothing(name:
     ("name", "value"),
     [
         ("n", 2),
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),

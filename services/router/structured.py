@@ -1,0 +1,146 @@
+"""Structured output: from a request's `response_format` or `structured_outputs` to a grammar, checked before anything runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+import msgspec
+from llguidance.gbnf_to_lark import any_to_lark
+
+from services.router.openai_types import Common, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from shared.errors import GrammarError, RequestError
+from shared.grammar import Compiler
+from shared.messages import Grammar
+
+MAX_CHARACTERS = 1 << 17
+"""Of a schema as JSON, a regex, or a grammar."""
+
+MAX_DEPTH = 64
+"""Of a schema's nesting."""
+
+MAX_CHOICES = 4096
+
+WHITESPACE = r"[ \t\n\r]{0,32}"
+"""Between the tokens of JSON. Bounded, or a model can go on with blanks for ever."""
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """A grammar's text, and the field of the request that asks for it."""
+
+    text: str
+    param: str
+
+
+def constraint(request: Common) -> Constraint | None:
+    """What the output must match; None: anything. Raises `RequestError` for what is wrong by its form alone."""
+    asked, options = request.response_format, request.structured_outputs
+    wanted = _formatted(asked) if isinstance(asked, JsonObjectFormat | JsonSchemaFormat) else None
+    if options is None:
+        return wanted
+    if wanted is not None:
+        raise _wrong("structured_outputs", "takes nothing beside a response_format")
+    return _structured(options)
+
+
+async def compiled(wanted: Constraint, end_tokens: list[int], compiler: Compiler) -> Grammar:
+    """Raises `RequestError` where it cannot be compiled, within the limits that hold for a decoder too."""
+    grammar = Grammar(text=wanted.text)
+    try:
+        await compiler.compile(grammar, end_tokens)
+    except GrammarError as error:
+        raise _wrong(wanted.param, str(error)) from None
+    return grammar
+
+
+def _formatted(asked: JsonObjectFormat | JsonSchemaFormat) -> Constraint:
+    if isinstance(asked, JsonObjectFormat):
+        return Constraint(_of_schema(ANY_OBJECT), "response_format")
+    param = "response_format.json_schema.schema"
+    schema = asked.json_schema.schema
+    return Constraint(_of_schema(ANY_OBJECT if schema is None else checked(schema, param)), param)
+
+
+def _structured(options: StructuredOutputs) -> Constraint:
+    given = [name for name in StructuredOutputs.__struct_fields__ if getattr(options, name) not in (None, False)]
+    if len(given) != 1:
+        takes = "exactly one of json, regex, choice, grammar and json_object"
+        raise _wrong("structured_outputs", f"takes {takes}, not {len(given)}")
+    param = f"structured_outputs.{given[0]}"
+    if options.json is not None:
+        return Constraint(_of_schema(checked(_parsed(options.json, param), param)), param)
+    if options.regex is not None:
+        return Constraint(llguidance.LLMatcher.grammar_from_regex(_short(options.regex, param)), param)
+    if options.choice is not None:
+        return Constraint(_of_choice(options.choice, param), param)
+    if options.grammar is not None:
+        return Constraint(_of_grammar(_short(options.grammar, param), param), param)
+    return Constraint(_of_schema(ANY_OBJECT), param)
+
+
+def checked(schema: dict[str, Any], param: str) -> dict[str, Any]:
+    """The schema, where it is neither too long nor too deep."""
+    if _depth(schema) > MAX_DEPTH:
+        raise _wrong(param, f"is nested more than {MAX_DEPTH} levels deep")
+    _short(msgspec.json.encode(schema).decode(), param)
+    return schema
+
+
+def _of_schema(schema: dict[str, Any]) -> str:
+    options: Any = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _of_choice(choices: list[str], param: str) -> str:
+    if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
+        raise _wrong(param, f"takes 1 to {MAX_CHOICES} texts, none of them empty")
+    return _short("start: " + " | ".join(map(literal, dict.fromkeys(choices))), param)
+
+
+def literal(text: str) -> str:
+    """`text` as a Lark grammar has it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _of_grammar(text: str, param: str) -> str:
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # noqa: BLE001 - the converter raises whatever a malformed text leads it to
+        raise _wrong(param, f"neither GBNF nor Lark: {error}") from None
+    return lark
+
+
+def _parsed(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    if isinstance(schema, dict):
+        return schema
+    try:
+        return msgspec.json.decode(_short(schema, param), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _wrong(param, f"is not a JSON object: {error}") from None
+
+
+def _short(text: str, param: str) -> str:
+    if len(text) > MAX_CHARACTERS:
+        raise _wrong(param, f"has {len(text)} characters; at most {MAX_CHARACTERS} are taken")
+    return text
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists, counted without recursion."""
+    depth, level = 0, [value]
+    while level := [child for one in level for child in _children(one)]:
+        depth += 1
+    return depth
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _wrong(param: str, what: str) -> RequestError:
+    return RequestError(f"{param}: {what}", param=param, code="invalid_value")
