@@ -54,7 +54,7 @@ class Matcher:
     def __init__(
         self, native: llguidance.LLMatcher, vocab_size: int, disallowed: Sequence[int], ends: Collection[int] = ()
     ) -> None:
-        """`disallowed`: tokens that must not come although the grammar could end with them. `ends`: all that it could end with."""
+        """`disallowed`: tokens that must not come although the grammar could end with them. `ends`: all it could end with."""
         self._native = native
         self._mask_bytes = -(-vocab_size // 32) * 4
         self._disallowed, self._ends = tuple(disallowed), frozenset(ends)
