@@ -39,6 +39,10 @@ class Instance:
     regions: list[interface.MemoryRegion]
     """One a rank, in the executor's order, each of the rank's heads of all pages of its data parallel rank's pool."""
     bus: Bus
+    drafter: str = ""
+    """As in `Announce`."""
+    hidden_bytes: int = 0
+    """Of the hidden state that the tail carries for a multi-token prediction layer; 0: none."""
 
     @property
     def tp(self) -> int:
@@ -133,6 +137,7 @@ class Announcer:
             dp=instance.dp,
             ep=instance.ep,
             verify=instance.settings.verify,
+            drafter=instance.drafter,
         )
 
     async def _on_discover(self, _: Message[Discover]) -> None:

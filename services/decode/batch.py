@@ -123,7 +123,7 @@ class Batch:
             self._metrics.step.observe(max(seconds))
 
     def _take(self, rank: DecodeRank, rows: list[PlannedRow], done: StepDone) -> None:
-        for outcome in rank.scheduler.apply(rows, done.sampled):
+        for outcome in rank.scheduler.apply(rows, done.sampled, done.proposed):
             self._emit(outcome, done)
 
     def _fail(self, rank: DecodeRank, rows: list[PlannedRow], error: StepError) -> None:
