@@ -69,7 +69,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 async def outputs(
-    router: StubRouter, prefill: Node, decode: Node, *, stop: Sequence[int] = (7,)
+    router: StubRouter, prefill: Node, decode: Node, *, stop: Sequence[int] = (7,), max_tokens: int = MAX_TOKENS
 ) -> list[tuple[list[int], list[Any]]]:
     """Tokens and log-probabilities of every prompt with every sampling, all at once."""
     asked = [
@@ -78,7 +78,7 @@ async def outputs(
             prefill.announce if len(tokens) > 1 else None,
             tokens,
             sampling=Sampling(**sampling),
-            max_tokens=MAX_TOKENS,
+            max_tokens=max_tokens,
             stop_token_ids=list(stop),
             budget_s=60.0,
         )
@@ -140,8 +140,8 @@ async def test_output_is_that_without_speculation(case: Case, layout: tuple[int,
 
 async def test_preemption_and_speculation(case: Case) -> None:
     async with plain_and_speculating(case, pages=32) as (router, other, plain, speculating):
-        expected = await outputs(router, *plain, stop=())
-        found = await outputs(other, *speculating, stop=())
+        expected = await outputs(router, *plain, stop=(), max_tokens=60)
+        found = await outputs(other, *speculating, stop=(), max_tokens=60)
         assert speculating[1].service.ranks[0].scheduler.preempted > 0
         for node in speculating:
             await node.until_idle()
