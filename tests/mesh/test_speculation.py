@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shared.messages import Sampling
+from shared.messages import RefusedReply, Sampling
 from tests import random_models
 from tests.inproc import ModelEngine, Node, StubRouter, mesh, real_fabric
 
@@ -84,8 +84,11 @@ async def outputs(
         )
         for tokens, sampling in zip(prompts(), SAMPLINGS, strict=True)
     ]
-    for one in asked:
-        await router.start(one)
+    async with asyncio.timeout(60):
+        for one in asked:
+            while isinstance(answer := await router.send(one), RefusedReply):
+                assert answer.code == "busy", "pages of a preempted one are not given to others"
+                await asyncio.sleep(0.002)
     found = []
     for one in asked:
         tokens = await router.result(one)
