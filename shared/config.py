@@ -18,7 +18,10 @@ from shared.errors import ConfigError
 
 MOST_DRAFTS = 16
 
-SPECULATE_TAKES = "off, or ngram (the request's own tokens)"
+SPECULATE_TAKES = (
+    "off, ngram (the request's own tokens), mtp (the model's multi-token prediction layer) "
+    "or draft:<directory or hub id> (a smaller model)"
+)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,16 +151,20 @@ class RouterSettings(Settings, frozen=True, kw_only=True):
 
 
 class Proposer(NamedTuple):
-    """What `InstanceSettings.speculate` says."""
+    """What `InstanceSettings.speculate` says. `model`: of a draft."""
 
-    kind: Literal["off", "ngram"]
+    kind: Literal["off", "ngram", "mtp", "draft"]
+    model: str = ""
 
 
 def proposer(settings: InstanceSettings) -> Proposer:
     """Raises `ConfigError`."""
-    match settings.speculate:
-        case "off" | "ngram" as kind:
+    kind, _, model = settings.speculate.partition(":")
+    match kind:
+        case "off" | "ngram" | "mtp" if settings.speculate == kind:
             return Proposer(kind)
+        case "draft" if model:
+            return Proposer(kind, model)
     raise ConfigError("KVMESH_SPECULATE", settings.speculate, SPECULATE_TAKES)
 
 

@@ -44,6 +44,10 @@ class Instance:
     """The model's."""
     eos_token_ids: tuple[int, ...]
     """The model's own tokens that end an output."""
+    drafter: str = ""
+    """As in `Announce`."""
+    hidden_bytes: int = 0
+    """Of the hidden state that the tail carries for a multi-token prediction layer; 0: none."""
 
     @property
     def tp(self) -> int:
@@ -138,6 +142,7 @@ class Announcer:
             dp=instance.dp,
             ep=instance.ep,
             verify=instance.settings.verify,
+            drafter=instance.drafter,
         )
 
     async def _on_discover(self, _: Message[Discover]) -> None:

@@ -93,6 +93,9 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
     verify: Verify = "no"
     """Which digests this instance sends or checks: a pair's must be the same."""
+    drafter: str = ""
+    """Who proposes tokens and has KV of its own, which a pair must agree on: "mtp", or "draft" and the draft model's digest;
+    empty: nobody (`KVMESH_SPECULATE` is off or ngram)."""
 
     @property
     def pool_pages(self) -> int:
@@ -224,6 +227,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     budget_s: Number
     digests: bool = False
     """The tail carries the digests of all pages (`shared.kv.digests`)."""
+    drafter: str = ""
+    """As in `Announce`. With "mtp" the tail carries the model's last hidden state of tokens[-2]."""
 
     @property
     def tp(self) -> int:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from shared import subjects
 from shared.bus import Access, Bus
 from shared.config import DecodeSettings, InstanceSettings, proposer
+from shared.drafting import find_drafter
 from shared.engine.client import ExecutorConfig
 from shared.engine.group import ExecutorGroup
 from shared.errors import ConfigError, ModelError
@@ -72,13 +73,17 @@ async def open_instance(role: Role, settings: InstanceSettings) -> AsyncIterator
     """Loads the model and opens executors, fabric and bus. Raises `ConfigError`, `ModelError`, `EngineError`, `FabricError`
     or `BusError`, each naming what was wrong."""
     ref = InstanceRef(subjects.check_name("KVMESH_NAME", settings.name), secrets.randbits(64))
-    proposer(settings)
+    proposing = proposer(settings)
     path = await asyncio.to_thread(resolve, settings.model)
     config = load_config(path)
     check_ranks(settings, config)
+    drafting = await asyncio.to_thread(find_drafter, proposing, path, config, settings.tp)
     pools = [PagePool(pool_pages(settings)) for _ in range(data_parallel(settings))]
     layout = config.layout(
-        page_size=settings.page_size, dtype=config.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
+        page_size=settings.page_size,
+        dtype=config.dtype if settings.kv_dtype == "auto" else settings.kv_dtype,
+        mtp=drafting.kind == "mtp",
+        draft=drafting.config,
     )
     identity = ModelIdentity(
         name=settings.model,
@@ -97,6 +102,8 @@ async def open_instance(role: Role, settings: InstanceSettings) -> AsyncIterator
                     num_pages=pool_pages(settings),
                     threads=threads_of(settings),
                     purpose=role,
+                    drafter=drafting.kind,
+                    draft_model=drafting.directory,
                     load_timeout_s=settings.load_timeout_s,
                 ),
                 tp=settings.tp,
@@ -109,5 +116,7 @@ async def open_instance(role: Role, settings: InstanceSettings) -> AsyncIterator
         for region in regions:
             stack.callback(region.close)
         yield Instance(
-            role, ref, settings, identity, layout, pools, group, fabric, regions, bus, path, tuple(config.eos_ids)
+            *(role, ref, settings, identity, layout, pools, group, fabric, regions, bus, path, tuple(config.eos_ids)),
+            drafter=drafting.name,
+            hidden_bytes=drafting.hidden_bytes,
         )

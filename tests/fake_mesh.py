@@ -58,6 +58,7 @@ def announcement(
     dp: int = 1,
     protocol: int = PROTOCOL,
     verify: Verify = "no",
+    drafter: str = "",
 ) -> Announce:
     return Announce(
         role=role,
@@ -73,6 +74,7 @@ def announcement(
         dp=dp,
         protocol=protocol,
         verify=verify,
+        drafter=drafter,
     )
 
 

@@ -22,6 +22,7 @@ from shared.bus import Access, Bus, Message
 from shared.config import DecodeSettings, InstanceSettings, PrefillSettings
 from shared.engine.client import ExecutorConfig
 from shared.engine.group import ExecutorGroup
+from shared.engine.protocol import Drafter
 from shared.instance import Announcer, Instance
 from shared.kv.ledger import PagePool
 from shared.layout import KvDtype, KvLayout
@@ -67,6 +68,8 @@ class Engine:
     identity = MODEL
     directory = Path("no tokenizer")
     eos_token_ids: tuple[int, ...] = ()
+    drafter: Drafter = "none"
+    hidden_bytes = 0
 
     def __init__(self, layout: KvLayout = LAYOUT) -> None:
         self.layout = layout
@@ -81,9 +84,21 @@ class Engine:
 class ModelEngine(Engine):
     """A model in executor processes."""
 
-    def __init__(self, directory: Path, *, page_size: int, kv_dtype: KvDtype = "float32") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        page_size: int,
+        kv_dtype: KvDtype = "float32",
+        drafter: Drafter = "none",
+        draft: Path | None = None,
+    ) -> None:
         config = load_config(directory)
-        super().__init__(config.layout(page_size=page_size, dtype=kv_dtype))
+        mtp = drafter == "mtp"
+        drafting = load_config(draft) if draft else None
+        super().__init__(config.layout(page_size=page_size, dtype=kv_dtype, mtp=mtp, draft=drafting))
+        self.drafter, self.draft = drafter, draft
+        self.hidden_bytes = 4 * config.hidden if mtp else 0
         self.directory = directory
         self.eos_token_ids = tuple(config.eos_ids)
         self.identity = ModelIdentity(
@@ -92,7 +107,14 @@ class ModelEngine(Engine):
 
     async def executor(self, stack: AsyncExitStack, settings: InstanceSettings, pages: int) -> Any:
         purpose: Role = "decode" if isinstance(settings, DecodeSettings) else "prefill"
-        config = ExecutorConfig(model=str(self.directory), layout=self.layout, num_pages=pages, purpose=purpose)
+        config = ExecutorConfig(
+            model=str(self.directory),
+            layout=self.layout,
+            num_pages=pages,
+            purpose=purpose,
+            drafter=self.drafter,
+            draft_model=str(self.draft or ""),
+        )
         group = ExecutorGroup.start(config, settings.tp, data_parallel(settings))
         return await stack.enter_async_context(group)
 
@@ -251,6 +273,8 @@ class Mesh:
             await self.bus(role, settings.name),
             self._engine.directory,
             self._engine.eos_token_ids,
+            drafter="" if self._engine.drafter == "none" else self._engine.drafter,
+            hidden_bytes=self._engine.hidden_bytes,
         )
         started: asyncio.Future[tuple[Any, Announcer]] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(_serve(instance, settings, make, metrics(CollectorRegistry()), started))

@@ -127,10 +127,14 @@ def save_mtp(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def save_served(directory: Path, *, kind: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """One with a tokenizer and a chat template: all that a router, too, needs."""
+    """One with a tokenizer and a chat template: all that a router, too, needs. `kind` "mtp": as `save_mtp` makes it."""
     tokenizer = byte_level()
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    save(kind, directory, seed=seed, **{"vocab_size": size, "eos_token_id": END, "bos_token_id": BOS, **changes})
+    changes = {"vocab_size": size, "eos_token_id": END, "bos_token_id": BOS, **changes}
+    if kind == "mtp":
+        save_mtp(directory, seed=seed, **changes)
+    else:
+        save(kind, directory, seed=seed, **changes)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -140,7 +144,7 @@ def save_served(directory: Path, *, kind: str = "llama", seed: int = 0, **change
 def main() -> None:
     """A small model to serve: `python -m tests.random_models deepseek-v3 DIRECTORY`."""
     parser = argparse.ArgumentParser(prog="tests.random_models", description=main.__doc__)
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=[*KINDS, "mtp"])
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
     print(save_served(arguments.directory, kind=arguments.kind))

@@ -92,7 +92,7 @@ class ToyExecutor:
         if len(self.steps) == self.close_at:
             self.gate.clear()
         works, failing = dict(enumerate(steps)), dict[int, str]()
-        for layer in range(self.layout.num_layers):
+        for layer in range(self.layout.all_layers):
             if layer == self.hold_at:
                 await self._pass_gate()
                 failing = self._take_failing(steps)
@@ -150,14 +150,16 @@ class ToyExecutor:
     def _places(self, dp_rank: int, layer: int, row: Row, position: int) -> Iterator[tuple[mmap.mmap, int, int]]:
         """Of every head of K and of V of every rank of the data parallel rank: the region, the offset, and what is added to a
         token there."""
-        page = array("i", row.pages)[position // self.layout.page_size]
+        number = self.layout.group_of(layer)
+        group, whole = self.layout.groups[number], self.whole.groups[number]
+        page = array("i", row.pages)[position // group.page_size]
         begin = self.layout.offset(layer, page, self.num_pages)
-        begin += position % self.layout.page_size * self.layout.head_dim * 4
+        begin += position % group.page_size * group.head_dim * 4
         for rank, kv in enumerate(self.kv[dp_rank * self.tp : (dp_rank + 1) * self.tp]):
-            heads = heads_of(self.whole.num_kv_heads, self.tp, rank)
-            for part in range(self.layout.parts):
+            heads = heads_of(whole.num_kv_heads, self.tp, rank)
+            for part in range(group.parts):
                 for i, head in enumerate(heads):
-                    at = begin + (part * len(heads) + i) * self.layout.head_bytes
+                    at = begin + (part * len(heads) + i) * group.head_bytes
                     yield kv, at, layer + 1000 * (2 * head + part)
 
     def _write(self, rank: int, layer: int, row: Row) -> None:
@@ -178,7 +180,7 @@ class ToyExecutor:
 
     def _sample(self, rank: int, row: Row) -> list[int]:
         tokens = self._read(rank, 0, row)
-        for layer in range(1, self.layout.num_layers):
+        for layer in range(1, self.layout.all_layers):
             assert self._read(rank, layer, row) == tokens, f"layer {layer} is not what layer 0 is"
         return toy_verify(tokens, row.tokens[len(row.tokens) - row.drafts :])
 

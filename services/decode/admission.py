@@ -39,6 +39,8 @@ class Capacity:
     max_waiting: int
     draining: bool
     attempts: Container[str]
+    drafter: str = ""
+    """As in `Announce`."""
 
 
 def pages_at_admission(layout: KvLayout, prompt_tokens: int) -> int:
@@ -102,6 +104,9 @@ def _shown(now: Capacity) -> str:
 def _mismatch(prefiller: Announce | None, prompt: int, now: Capacity) -> str | None:
     if prefiller is None:
         return "no prefiller is named, and the prompt has more than one token" if prompt > 1 else None
+    if prefiller.drafter != now.drafter:
+        ours, theirs = (name or "no drafter" for name in (now.drafter, prefiller.drafter))
+        return f"speculate differs: prefiller has {theirs}, decoder has {ours}"
     if prefiller.layout != now.layout:
         return f"layout differs: prefiller has {prefiller.layout}, decoder has {now.layout}"
     if not layouts_fit(now.layout, prefiller.tp, now.tp):

@@ -83,7 +83,7 @@ class Arrivals:
     async def _bring_in(self, attempt: Attempt, incoming: Incoming) -> None:
         """One attempt's task from admission until its KV is here, or until its pages are free again."""
         asked = asyncio.create_task(self._ask_prefill(attempt, incoming))
-        arrived = asyncio.create_task(self._receiver.arrived(incoming))
+        arrived = asyncio.create_task(self._arrived(attempt, incoming))
         try:
             await attempt.unless_failed(asked)
             await attempt.unless_failed(arrived)
@@ -100,6 +100,9 @@ class Arrivals:
     async def _when_settled(self, attempt: Attempt) -> None:
         await self._grammars.settled(attempt)
         self._ready(attempt)
+
+    async def _arrived(self, attempt: Attempt, incoming: Incoming) -> None:
+        attempt.sequence.hidden = await self._receiver.arrived(incoming)
 
     async def _give_up(self, attempt: Attempt, incoming: Incoming, error: AttemptFailed | Cancelled) -> None:
         self._attempts.finish_badly(attempt, error)
@@ -162,6 +165,7 @@ class Arrivals:
             tokens=sequence.tokens,
             budget_s=sequence.deadline - asyncio.get_running_loop().time(),
             digests=incoming.check is not None,
+            drafter=self._instance.drafter,
         )
 
     async def _ask_drained(self, incoming: Incoming, reason: str) -> None:

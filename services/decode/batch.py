@@ -127,7 +127,7 @@ class Batch:
             self._metrics.step.observe(max(seconds))
 
     def _take(self, rank: DecodeRank, rows: list[PlannedRow], done: StepDone) -> None:
-        for outcome in rank.scheduler.apply(rows, done.sampled):
+        for outcome in rank.scheduler.apply(rows, done.sampled, done.proposed):
             if outcome.error is None:
                 self._emit(outcome, done)
             else:

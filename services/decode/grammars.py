@@ -69,8 +69,9 @@ def _fill(rows: Rows[PlannedRow]) -> list[tuple[Sequence, GrammarError]]:
         matcher = row.sequence.matcher
         assert matcher is not None, "only rows with one are here"
         try:
-            row.drafts = row.drafts[: matcher.admissible(row.drafts)]
-            row.mask = matcher.masks(row.drafts)
+            allowed = row.drafts.tokens[: matcher.admissible(row.drafts.tokens)]
+            row.drafts = row.drafts._replace(tokens=allowed)
+            row.mask = matcher.masks(allowed)
         except GrammarError as error:
             failed.append((row.sequence, error))
     return failed

@@ -13,13 +13,16 @@ place until the token that came instead is computed there.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from services.decode.sequence import Outcome, Sequence
+from services.decode.sequence import NO_DRAFTS, Drafts, Outcome, Sequence
 from services.decode.speculation import Speculation
 from shared.errors import GrammarError
 from shared.grammar import Matcher
 from shared.kv.ledger import PagePool
+
+NOTHING: Mapping[int, list[int]] = {}
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class PlannedRow:
     sequence: Sequence
     start: int
     end: int
-    drafts: list[int] = field(default_factory=list)
+    drafts: Drafts = NO_DRAFTS
     mask: bytes = b""
     """Under a grammar: see `shared.engine.protocol.Row`."""
 
@@ -110,9 +113,11 @@ class DecodeScheduler:
         self._in_step = {row.sequence.attempt for row in rows}
         return rows
 
-    def apply(self, rows: list[PlannedRow], sampled: list[list[int]]) -> list[Outcome]:
-        """What the step made of each row that is still wanted, in order: `sampled` as in `StepDone`. Sequences that ended have
-        left, their pages free."""
+    def apply(
+        self, rows: list[PlannedRow], sampled: list[list[int]], proposed: Mapping[int, list[int]] = NOTHING
+    ) -> list[Outcome]:
+        """What the step made of each row that is still wanted, in order: `sampled` and `proposed` as in `StepDone`. Sequences
+        that ended have left, their pages free."""
         self._in_step = set()
         outcomes = []
         for i, (row, tokens) in enumerate(zip(rows, sampled, strict=True)):
@@ -121,10 +126,12 @@ class DecodeScheduler:
                 continue
             accepted = max(0, len(tokens) - 1)
             row.sequence.computed = row.end + accepted
-            if row.drafts and row.sequence.length is not None:
-                row.sequence.length.note(len(row.drafts), accepted)
+            drafted = len(row.drafts.tokens)
+            if drafted and row.sequence.length is not None:
+                row.sequence.length.note(drafted, accepted)
+            self._note_proposals(row, proposed.get(i, []))
             if tokens:
-                outcome = Outcome(row.sequence, row=i, drafted=len(row.drafts), accepted=accepted)
+                outcome = Outcome(row.sequence, row=i, drafted=drafted, accepted=accepted)
                 self._take_tokens(outcome, tokens)
                 outcomes.append(outcome)
         return outcomes
@@ -153,8 +160,8 @@ class DecodeScheduler:
                 break
         if outcome.finish or outcome.error:
             self._drop(sequence)
-        elif outcome.drafted:
-            self._pool.trim(sequence.attempt, self._pages_for(len(sequence.tokens)))
+        else:
+            self._trim(sequence)
 
     def _add_drafts(self, rows: list[PlannedRow], speculation: Speculation) -> None:
         """To rows of one token that draw, in turn an equal share of what the step has room for."""
@@ -164,9 +171,34 @@ class DecodeScheduler:
             if room < 1:
                 return
             share = -(-room // (len(drawing) - i))
-            drafts = speculation.drafts(row.sequence, min(share, self._max_positions - row.end - 1))
-            row.drafts = drafts[: self._hold_drafts(row, len(drafts))]
-            room -= len(row.drafts)
+            row.drafts = self._fitting(row, speculation.drafts(row.sequence, share))
+            room -= len(row.drafts.tokens)
+
+    def _fitting(self, row: PlannedRow, drafts: Drafts) -> Drafts:
+        """Of `drafts` those for which there are positions and pages: first for what is verified, then for what is asked for. A
+        drafter needs the places of all that it is asked for, in case that all drafts stand."""
+        positions = max(0, self._max_positions - row.end - 1)
+        tokens = drafts.tokens[:positions]
+        propose = min(drafts.propose, positions - len(tokens))
+        held = self._hold_drafts(row, len(tokens) + propose)
+        return Drafts(tokens[:held], max(0, min(propose, held - len(tokens))))
+
+    def _note_proposals(self, row: PlannedRow, proposed: list[int]) -> None:
+        sequence = row.sequence
+        sequence.hidden, sequence.proposed = b"", proposed
+        chains = self._speculation is not None and self._speculation.chains
+        sequence.chained = row.drafts.propose if chains else 0
+
+    def _trim(self, sequence: Sequence) -> None:
+        """To what its tokens and what is proposed after them need."""
+        self._pool.trim(sequence.attempt, self._pages_for(len(sequence.tokens) + len(sequence.proposed)))
+
+    def _spare(self) -> None:
+        """Every sequence gives back what it holds for proposals alone."""
+        for sequence in self._running:
+            if sequence.proposed:
+                sequence.forget_drafts()
+                self._trim(sequence)
 
     def _hold_drafts(self, row: PlannedRow, count: int) -> int:
         """Of so many drafts those for which there are pages, held or free."""
@@ -204,6 +236,8 @@ class DecodeScheduler:
         while True:
             held = len(self._pool.pages(sequence.attempt))
             missing = self._pages_for(tokens) - held
+            if missing > self._pool.free:
+                self._spare()
             if missing <= 0 or self._pool.reserve(sequence.attempt, missing, "running") is not None:
                 return True
             if not preempt:
@@ -216,7 +250,7 @@ class DecodeScheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._pool.release(sequence.attempt)
-        sequence.computed = 0
+        sequence.forget_kv()
         sequence.preemptions += 1
         self.preempted += 1
         older = sum(other.preemptions > 0 and other.order < sequence.order for other in self._ready)

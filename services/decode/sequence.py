@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.decode.draft_length import DraftLength
 from services.decode.ngram import Ngrams
@@ -11,6 +12,16 @@ from shared.engine.protocol import Row
 from shared.errors import GrammarError
 from shared.grammar import Matcher
 from shared.messages import FinishReason, Generate, InstanceRef, Sampling
+
+
+class Drafts(NamedTuple):
+    """Of one row: proposals that are verified in it, and how many are asked for, after what it makes, for the next."""
+
+    tokens: list[int]
+    propose: int = 0
+
+
+NO_DRAFTS = Drafts([])
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +49,12 @@ class Sequence:
     """Where its proposals come from its own tokens."""
     matcher: Matcher | None = None
     """Of its grammar, where it has one: it has accepted what was generated, whether or not its KV is here."""
+    proposed: list[int] = field(default_factory=list)
+    """What a drafter proposes after `tokens`."""
+    chained: int = 0
+    """As in `Row`, of the next one."""
+    hidden: bytes = b""
+    """As in `Row`, of the first one after the prefiller's."""
 
     @classmethod
     def of(cls, generate: Generate, now: float) -> Sequence:
@@ -52,19 +69,30 @@ class Sequence:
             deadline=now + generate.budget_s,
         )
 
-    def row(self, start: int, end: int, pages: bytes, drafts: list[int], *, samples: bool, mask: bytes = b"") -> Row:
+    def forget_drafts(self) -> None:
+        """What the drafter has in pages beyond the tokens' is lost."""
+        self.proposed, self.chained = [], min(self.chained, 1)
+
+    def forget_kv(self) -> None:
+        """All of it: it will be computed again, from the first token."""
+        self.computed, self.proposed, self.chained, self.hidden = 0, [], 0, b""
+
+    def row(self, start: int, end: int, pages: bytes, drafts: Drafts, *, samples: bool, mask: bytes = b"") -> Row:
         """Its positions [start, end) in a step, and `drafts` after them. The tokens so far go along only where the draw looks at
         them."""
-        tokens = self.tokens[start:end] + drafts
+        tokens = self.tokens[start:end] + drafts.tokens
         if not samples:
-            return Row(tokens=tokens, start=start, pages=pages)
+            return Row(tokens=tokens, start=start, pages=pages, following=self.tokens[end])
         output = len(self.tokens) - self.prompt_tokens
         return Row(
             tokens=tokens,
             start=start,
             pages=pages,
             sample=self.sampling,
-            drafts=len(drafts),
+            drafts=len(drafts.tokens),
+            propose=drafts.propose,
+            chained=min(self.chained, len(tokens)),
+            hidden=self.hidden,
             history=pack_ints(self.tokens) if self.sampling.looks_back else b"",
             prompt_tokens=self.prompt_tokens,
             mask=mask,

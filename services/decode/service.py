@@ -59,6 +59,7 @@ class DecodeService:
             max_incoming=4 * self._max_waiting,
             quarantine_s=settings.quarantine_s,
             most_pages=instance.most_digested_pages,
+            hidden_bytes=instance.hidden_bytes,
         )
         self._outbox = Outbox(instance.bus, instance.ref, self._emitted_for, self._on_router_gone)
         self._attempts = Attempts(metrics, self._outbox)
@@ -214,6 +215,7 @@ class DecodeService:
             model=self._instance.identity,
             layout=self._instance.layout,
             tp=self._instance.tp,
+            drafter=self._instance.drafter,
             pool_pages=self.ranks[0].pool.num_pages,
             ranks=[
                 admission.Room(rank.pool.free, rank.scheduler.starved, self._attempts.on_rank(rank), rank.picked)

@@ -8,7 +8,7 @@ import msgspec
 
 from services.decode.draft_length import DraftLength
 from services.decode.ngram import Ngrams
-from services.decode.sequence import Sequence
+from services.decode.sequence import NO_DRAFTS, Drafts, Sequence
 from shared.config import InstanceSettings, proposer
 
 
@@ -16,18 +16,28 @@ class Speculation(msgspec.Struct, frozen=True):
     """`most`: proposals in one row. `step_tokens`: with drafts a step has at most so many tokens, over all rows; a step that has
     more takes as much longer as it has tokens, and a draft costs as much as it may save."""
 
-    proposer: Literal["ngram"]
+    proposer: Literal["ngram", "mtp", "draft"]
     most: int
     step_tokens: int = 14
 
-    def drafts(self, sequence: Sequence, room: int) -> list[int]:
-        """The drafts of the sequence's next row, fixed here and nowhere else; at most `room`."""
+    @property
+    def chains(self) -> bool:
+        """Whether the KV of what the drafter ran to propose is that of the tokens themselves, and stays."""
+        return self.proposer == "draft"
+
+    def drafts(self, sequence: Sequence, room: int) -> Drafts:
+        """What the sequence's next row is to verify, fixed here and nowhere else, and what it asks for: at most `room` each."""
         length = sequence.length = sequence.length or DraftLength(self.most)
-        most = min(room, length.next(), _useful(sequence))
-        if most < 1:
-            return []
-        lookup = sequence.lookup = sequence.lookup or Ngrams()
-        return lookup.propose(sequence.tokens, most)
+        useful = _useful(sequence)
+        if self.proposer == "ngram":
+            most = min(room, length.next(), useful)
+            if most < 1:
+                return NO_DRAFTS
+            lookup = sequence.lookup = sequence.lookup or Ngrams()
+            return Drafts(lookup.propose(sequence.tokens, most))
+        left = sequence.max_tokens - (len(sequence.tokens) - sequence.prompt_tokens)
+        propose = min(room, length.next(), left - 2)
+        return Drafts(sequence.proposed[: max(0, min(room, useful))], max(0, propose))
 
 
 def _useful(sequence: Sequence) -> int:

@@ -34,6 +34,8 @@ class Running:
         self.sent = False
         self.accepted_ns = time.monotonic_ns()
         self.started_ns = 0
+        self.hidden = b""
+        """Of the last chunk's last token, where the decoder's drafter wants it."""
         self.forwards: list[Interval] = []
         self.computed = asyncio.Event()
         self.drained = asyncio.Event()

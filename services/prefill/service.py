@@ -61,6 +61,7 @@ class PrefillService:
             max_outgoing=2 * settings.max_queue,
             timeout_s=settings.transfer_timeout_s,
             most_pages=instance.most_digested_pages,
+            hidden_bytes=instance.hidden_bytes,
             page_digests=instance.page_digests(0),
         )
         self._running: dict[str, Running] = {}
@@ -158,6 +159,9 @@ class PrefillService:
         if not layouts_fit(layout, self._instance.tp, prefill.tp):
             ranks = f"prefiller has {self._instance.tp}, decoder has {prefill.tp}"
             return no("mismatch", f"tp does not fit: {ranks}, {layout.num_kv_heads} KV heads")
+        if prefill.drafter != self._instance.drafter:
+            ours, theirs = (name or "no drafter" for name in (self._instance.drafter, prefill.drafter))
+            return no("mismatch", f"speculate differs: prefiller has {ours}, decoder has {theirs}")
         if prefill.digests != (self._instance.settings.verify == "pages"):
             return no("mismatch", f"verify differs: prefiller has {self._instance.settings.verify}")
         if not job.total or len(prefill.pages) != pages or len(prefill.tokens) > self._instance.identity.max_positions:
@@ -231,7 +235,7 @@ class PrefillService:
         self._pool.mark(running.job.attempt, "in_transit")
         assert running.outgoing is not None
         pages = self._pool.pages(running.job.attempt)
-        report = await running.unless_failed(self.sender.finish(running.outgoing, pages))
+        report = await running.unless_failed(self.sender.finish(running.outgoing, pages, running.hidden))
         running.sent = True
         record_sent(running, report, self._metrics)
 
@@ -320,6 +324,7 @@ class PrefillService:
             tokens=part.job.prefill.tokens[part.start : part.end],
             start=part.start,
             pages=pack_ints(self._pool.pages(part.job.attempt)),
+            following=part.job.prefill.tokens[part.end] if self._instance.hidden_bytes and not part.last else None,
         )
 
     def _on_step_done(self, parts: list[ChunkPart], runs: list[Running], done: StepDone) -> None:
@@ -329,7 +334,8 @@ class PrefillService:
         self._rate.add(tokens / max(seconds, 1e-9))
         self._metrics.tokens.inc(tokens)
         self._metrics.chunk.observe(seconds)
-        for part, run in zip(parts, runs, strict=True):
+        for row, (part, run) in enumerate(zip(parts, runs, strict=True)):
+            run.hidden = done.hidden.get(row, b"")
             run.forwards.append((done.begin_ns, done.end_ns))
             record_chunk(run, part, done)
         for job in self._scheduler.apply(parts):

@@ -26,19 +26,20 @@ _RETIRED = 256
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What decides with whom an instance works: where protocol, model digest, layout and verification are equal and the
-    shardings fit."""
+    """What decides with whom an instance works: where protocol, model digest, layout, verification and drafter are equal and
+    the shardings fit."""
 
     protocol: int
     model: str
     layout: KvLayout
     tp: int
     verify: Verify = "no"
+    drafter: str = ""
 
     def feeds(self, decoder: Kind) -> bool:
         """Whether a prefiller of this kind works with a decoder of that."""
-        ours = (self.protocol, self.model, self.layout, self.verify)
-        same = ours == (decoder.protocol, decoder.model, decoder.layout, decoder.verify)
+        ours = (self.protocol, self.model, self.layout, self.verify, self.drafter)
+        same = ours == (decoder.protocol, decoder.model, decoder.layout, decoder.verify, decoder.drafter)
         return same and layouts_fit(self.layout, self.tp, decoder.tp)
 
 
@@ -94,7 +95,9 @@ class Instance:
 
 
 def kind_of(announce: Announce) -> Kind:
-    return Kind(announce.protocol, announce.model.digest, announce.layout, announce.tp, announce.verify)
+    return Kind(
+        announce.protocol, announce.model.digest, announce.layout, announce.tp, announce.verify, announce.drafter
+    )
 
 
 def fitting_kinds(decoders: Sequence[Instance], prefillers: Sequence[Instance]) -> list[tuple[Kind, Kind]]:
@@ -264,6 +267,8 @@ def mismatch_of(prefiller: Announce, decoder: Announce) -> PairMismatch | None:
         return PairMismatch("protocol", prefiller.protocol, decoder.protocol)
     if prefiller.model.digest != decoder.model.digest:
         return PairMismatch("model", _model(prefiller.model), _model(decoder.model))
+    if prefiller.drafter != decoder.drafter:
+        return PairMismatch("speculate", prefiller.drafter or "no drafter", decoder.drafter or "no drafter")
     for field in KvLayout.__struct_fields__:
         ours, theirs = getattr(prefiller.layout, field), getattr(decoder.layout, field)
         if ours != theirs:

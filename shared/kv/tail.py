@@ -2,7 +2,8 @@
 
 Layout, little-endian, 48 bytes: magic "KVMT", version u16, reserved u16, attempt 16 bytes, layout digest u64, tokens u32,
 pages u32, writes u32 (all of the attempt's, the tail included), payload bytes u32. The payload follows: the digests of the pages
-(`shared.kv.digests`) where the decoder asked for them, else nothing.
+(`shared.kv.digests`) where the decoder asked for them, and the model's last hidden state of the last token whose KV was written,
+float32, where a multi-token prediction layer is to go on from it; else nothing.
 """
 
 from __future__ import annotations

@@ -103,14 +103,25 @@ class KvReceiver:
     whole model's, `tp` the sharding of whatever pool an attempt's pages are in."""
 
     def __init__(
-        self, fabric: Fabric, layout: KvLayout, tp: int, *, max_incoming: int, quarantine_s: float, most_pages: int = 0
+        self,
+        fabric: Fabric,
+        layout: KvLayout,
+        tp: int,
+        *,
+        max_incoming: int,
+        quarantine_s: float,
+        most_pages: int = 0,
+        hidden_bytes: int = 0,
     ) -> None:
-        """`most_pages` of one attempt have digests: 0 where none are asked for."""
+        """`most_pages` of one attempt have digests: 0 where none are asked for. `hidden_bytes`: of the hidden state that comes
+        with every tail; 0: none does."""
         self._fabric = fabric
         self._layout = layout
         self._tp = tp
         self.quarantine_s = quarantine_s
-        self._slots = SlotPool(max_incoming, tail.SLOT_BYTES + digests.digests_bytes(layout, most_pages))
+        self._hidden_bytes = hidden_bytes
+        slot_bytes = tail.SLOT_BYTES + digests.digests_bytes(layout, most_pages) + hidden_bytes
+        self._slots = SlotPool(max_incoming, slot_bytes)
         self._incoming: dict[str, Incoming] = {}
         fd = os.memfd_create("kvmesh-tails-in")
         try:
@@ -133,6 +144,7 @@ class KvReceiver:
         pages = self._layout.pages_for(tokens)
         check = _digest_check(home, attempt, pages, runs)
         payload_bytes = digests.digests_bytes(self._layout, pages) if check else 0
+        payload_bytes += self._hidden_bytes
         expected = tail.Tail(attempt, self._layout.digest(), tokens, pages, writes, payload_bytes)
         self._tails[slot.tail_offset : slot.tail_offset + tail.SLOT_BYTES] = bytes(tail.SLOT_BYTES)
         grants = Grants(home.regions, self._region, slot, self._slots.slot_bytes)
@@ -145,22 +157,27 @@ class KvReceiver:
     def tail_slot(self, incoming: Incoming) -> TailSlot:
         return TailSlot(incoming.grants.tail.descriptor, incoming.grants.tail.offset)
 
-    async def arrived(self, incoming: Incoming) -> None:
-        """Until all of the attempt's writes are here; then its pages are `running`. Raises `AttemptFailed` when the tail is
-        not this attempt's, or a page not what the prefiller wrote: the caller then calls `reclaim`, as it does on any other
-        error."""
+    async def arrived(self, incoming: Incoming) -> bytes:
+        """Until all of the attempt's writes are here; then its pages are `running`. The hidden state that came with the tail.
+        Raises `AttemptFailed` when the tail is not this attempt's, or a page not what the prefiller wrote: the caller then
+        calls `reclaim`, as it does on any other error."""
         await incoming.arrival.wait()
         offset = incoming.slot.tail_offset
         with memoryview(self._tails) as view:
             tail.check(bytes(view[offset : offset + tail.HEADER_BYTES]), incoming.expected)
         if incoming.check is not None:
             await self._check_pages(incoming, incoming.check)
+        hidden = self._payload(incoming)[incoming.expected.payload_bytes - self._hidden_bytes :]
         incoming.pool.mark(incoming.attempt, "running")
         self._forget(incoming)
+        return hidden
+
+    def _payload(self, incoming: Incoming) -> bytes:
+        begin = incoming.slot.tail_offset + tail.HEADER_BYTES
+        return self._tails[begin : begin + incoming.expected.payload_bytes]
 
     async def _check_pages(self, incoming: Incoming, check: DigestCheck) -> None:
-        begin = incoming.slot.tail_offset + tail.HEADER_BYTES
-        told = self._tails[begin : begin + incoming.expected.payload_bytes]
+        told = self._payload(incoming)[: incoming.expected.payload_bytes - self._hidden_bytes]
         found = await check.memory.take(check.pages, check.pieces)
         different = digests.first_difference(self._layout, found, told)
         if different is not None:

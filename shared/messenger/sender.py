@@ -90,16 +90,20 @@ class KvSender:
         max_outgoing: int,
         timeout_s: float,
         most_pages: int = 0,
+        hidden_bytes: int = 0,
         page_digests: PageDigests | None = None,
     ) -> None:
-        """`page_digests`: of the KV regions, where decoders may ask for digests, of `most_pages` at the most."""
+        """`page_digests`: of the KV regions, where decoders may ask for digests, of `most_pages` at the most. `hidden_bytes`: of
+        the hidden state that goes with every tail; 0: none does."""
         self._fabric = fabric
         self._regions = regions
         self._layout = layout
         self._num_pages = num_pages
         self._timeout_s = timeout_s
         self._page_digests = page_digests
-        self._slots = SlotPool(max_outgoing, tail.SLOT_BYTES + digests.digests_bytes(layout, most_pages))
+        self._hidden_bytes = hidden_bytes
+        slot_bytes = tail.SLOT_BYTES + digests.digests_bytes(layout, most_pages) + hidden_bytes
+        self._slots = SlotPool(max_outgoing, slot_bytes)
         fd = os.memfd_create("kvmesh-tails-out")
         try:
             os.ftruncate(fd, self._slots.region_bytes)
@@ -132,10 +136,13 @@ class KvSender:
         """The chunk failed: nothing more of it is written."""
         self._watcher.disarm()
 
-    async def finish(self, outgoing: Outgoing, source_pages: Sequence[int] = ()) -> SentReport:
+    async def finish(self, outgoing: Outgoing, source_pages: Sequence[int] = (), hidden: bytes = b"") -> SentReport:
         """After the last chunk: writes the tail, and waits until everything has completed at the decoder. `source_pages` are
-        all of the attempt's, for its digests. Raises what `Transfer.wait` raises; call `drain` then."""
-        payload = await self._digests(outgoing, source_pages)
+        all of the attempt's, for its digests. `hidden` goes with the tail. Raises what `Transfer.wait` raises, and `MeshError`
+        where what goes with the tail is not what it should be; call `drain` then."""
+        if len(hidden) != self._hidden_bytes:
+            raise MeshError(f"a hidden state of {len(hidden)} bytes, not {self._hidden_bytes}")
+        payload = await self._digests(outgoing, source_pages) + hidden
         tail_transfer = self._write_tail(outgoing, payload)
         outgoing.transfers.append(tail_transfer)
         *sent, tail_report = [await transfer.wait() for transfer in outgoing.transfers]

@@ -103,9 +103,9 @@ class Toy:
                 self._write(row.sequence, position)
             context = [self.kv[self._place(row.sequence, p)] for p in range(row.end)]
             assert context == row.sequence.tokens[: row.end], "the KV in place is not the request's"
-            for i, draft in enumerate(row.drafts):
+            for i, draft in enumerate(row.drafts.tokens):
                 self._write(row.sequence, row.end + i, draft)
-            sampled.append(verified(context, row.drafts) if row.samples else [])
+            sampled.append(verified(context, row.drafts.tokens) if row.samples else [])
         for outcome in self.scheduler.apply(rows, sampled):
             self.out.setdefault(outcome.sequence.attempt, []).extend(outcome.tokens)
             self.drafted += outcome.drafted

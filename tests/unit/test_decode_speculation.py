@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.decode.ngram import Ngrams
-from services.decode.sequence import Sequence
+from services.decode.sequence import Drafts, Sequence
 from services.decode.speculation import Speculation, speculation_of
 from shared.config import DecodeSettings
 from shared.errors import ConfigError
@@ -23,11 +23,13 @@ class Guesses:
     def __init__(self, most: int = 4, *, right: int = 4, step_tokens: int = 64) -> None:
         self.most, self.right, self.step_tokens = most, right, step_tokens
 
-    def drafts(self, seq: Sequence, room: int) -> list[int]:
+    chains = False
+
+    def drafts(self, seq: Sequence, room: int) -> Drafts:
         tokens = list(seq.tokens)
         for i in range(self.most):
             tokens.append(toy_next(tokens) if i < self.right else 0)
-        return tokens[len(seq.tokens) :][: max(0, room)]
+        return Drafts(tokens[len(seq.tokens) :][: max(0, room)])
 
 
 class Chance(Guesses):
@@ -35,7 +37,7 @@ class Chance(Guesses):
         super().__init__(step_tokens=20)
         self._random = random.Random(seed)
 
-    def drafts(self, seq: Sequence, room: int) -> list[int]:
+    def drafts(self, seq: Sequence, room: int) -> Drafts:
         self.most, self.right = self._random.randrange(7), self._random.randrange(7)
         return super().drafts(seq, room)
 
@@ -86,7 +88,7 @@ def test_the_last_position_is_the_last():
     toy.scheduler._max_positions = 7
     toy.admit(sequence("a", [1, 2, 3], max_tokens=100))
     while rows := toy.scheduler.plan():
-        assert rows[0].end + len(rows[0].drafts) <= 6
+        assert rows[0].end + len(rows[0].drafts.tokens) <= 6
         toy.scheduler.apply(rows, [[toy_next(rows[0].sequence.tokens)]])
     assert len(rows) == 0
 
@@ -96,11 +98,11 @@ def test_a_step_has_so_many_tokens_and_all_have_a_share():
     for name in "abcd":
         toy.admit(sequence(name, [ord(name)], max_tokens=30))
     rows = toy.scheduler.plan()
-    assert sorted(len(row.drafts) for row in rows) == [1, 1, 1, 1]
+    assert sorted(len(row.drafts.tokens) for row in rows) == [1, 1, 1, 1]
     toy.scheduler.apply(rows, [[toy_next(row.sequence.tokens)] for row in rows])
     for name in "efgh":
         toy.admit(sequence(name, [ord(name)], max_tokens=30))
-    assert not any(row.drafts for row in toy.scheduler.plan())
+    assert not any(row.drafts.tokens for row in toy.scheduler.plan())
 
 
 def test_nobody_is_preempted_for_a_draft():
@@ -117,7 +119,7 @@ def test_drafts_go_where_there_are_pages():
     toy = Toy(pages=3, page_size=2, speculation=Guesses())
     toy.admit(sequence("a", [1, 2, 3], max_tokens=3))
     (row,) = toy.scheduler.plan()
-    assert (row.end, len(row.drafts)) == (3, 3), "three pages have six places"
+    assert (row.end, len(row.drafts.tokens)) == (3, 3), "three pages have six places"
     assert toy.pool.free == 0
     toy.scheduler.apply([row], [[toy_next([1, 2, 3])]])
     assert toy.pool.free == 1
@@ -128,19 +130,19 @@ def test_an_output_too_short_to_stop_gets_no_drafts_beyond_that():
     speculation = Speculation("ngram", 6)
     seq = sequence("a", [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=20)
     seq.sampling = Sampling(temperature=0, min_tokens=3)
-    assert speculation.drafts(seq, 10) == [3, 1]
+    assert speculation.drafts(seq, 10).tokens == [3, 1]
     seq.tokens += [3, 1]
-    assert speculation.drafts(seq, 10) == []
+    assert speculation.drafts(seq, 10).tokens == []
     seq.tokens += [2]
-    assert len(speculation.drafts(seq, 10)) == 6
+    assert len(speculation.drafts(seq, 10).tokens) == 6
 
 
 def test_no_proposal_no_index():
     seq = sequence("a", [1, 2, 3, 1, 2], max_tokens=1)
-    assert Speculation("ngram", 6).drafts(seq, 10) == []
+    assert Speculation("ngram", 6).drafts(seq, 10).tokens == []
     assert seq.lookup is None
     seq.max_tokens = 2
-    assert Speculation("ngram", 6).drafts(seq, 10) == [3]
+    assert Speculation("ngram", 6).drafts(seq, 10).tokens == [3]
     assert isinstance(seq.lookup, Ngrams)
 
 

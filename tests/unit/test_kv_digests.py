@@ -26,11 +26,17 @@ SIZES = [1, 2, 4, 8]
 class VerifyingPair(Pair):
     """Sender and receiver with digests of all pages."""
 
-    def __init__(self, layout, source_tp=1, target_tp=1):
+    def __init__(self, layout, source_tp=1, target_tp=1, hidden_bytes=0):
         super().__init__(layout=layout, source_tp=source_tp, target_tp=target_tp)
         self.receiver.close()
         self.sender.close()
-        self.receiver = KvReceiver(self.target, layout, target_tp, max_incoming=4, quarantine_s=0.05, most_pages=3)
+        self.receiver = KvReceiver(
+            *(self.target, layout, target_tp),
+            max_incoming=4,
+            quarantine_s=0.05,
+            most_pages=3,
+            hidden_bytes=hidden_bytes,
+        )
         counter = os.memfd_create("counter")
         os.ftruncate(counter, 4096)
         ours = PageDigests([memoryview(region.memory) for region in self.from_regions], self.here, PAGES_HERE)
@@ -40,6 +46,7 @@ class VerifyingPair(Pair):
             timeout_s=5,
             most_pages=3,
             page_digests=ours,
+            hidden_bytes=hidden_bytes,
         )
         self.digests = PageDigests([memoryview(region.memory) for region in self.to_regions], self.there, PAGES_THERE)
         fill(self)
@@ -47,11 +54,11 @@ class VerifyingPair(Pair):
     def prefill(self, incoming, **changes) -> Prefill:
         return super().prefill(incoming, digests=True, **changes)
 
-    async def bring(self, incoming, **changes):
+    async def bring(self, incoming, hidden=b"", **changes):
         """All of the attempt's writes land, and the tail."""
         outgoing = await self.send(self.prefill(incoming, **changes))
         self.land()
-        finishing = asyncio.create_task(self.sender.finish(outgoing, SOURCE_PAGES))
+        finishing = asyncio.create_task(self.sender.finish(outgoing, SOURCE_PAGES, hidden))
         while len(self.source.transfers) == 2 * len(outgoing.runs):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self.land()
@@ -67,6 +74,16 @@ async def test_what_was_written_is_found_right_for_every_two_shardings(layout, s
     await pair.bring(incoming)
     await pair.receiver.arrived(incoming)
     assert incoming.expected.payload_bytes == 3 * layout.all_layers * 4
+    pair.check()
+
+
+async def test_a_hidden_state_follows_the_digests():
+    hidden = bytes(range(200))
+    pair = VerifyingPair(DRAFTED, hidden_bytes=len(hidden))
+    incoming = pair.expect()
+    await pair.bring(incoming, hidden)
+    assert incoming.expected.payload_bytes == 3 * 5 * 4 + len(hidden)
+    assert await pair.receiver.arrived(incoming) == hidden
     pair.check()
 
 

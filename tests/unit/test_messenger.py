@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shared.engine.counter import create_counter
-from shared.errors import AttemptFailed, BusError, NobodyListens, PeerUnreachable, Refused, TransferCancelled
+from shared.errors import AttemptFailed, BusError, MeshError, NobodyListens, PeerUnreachable, Refused, TransferCancelled
 from shared.kv.digests import PageDigests
 from shared.kv.ledger import PagePool
 from shared.kv.shards import shard_layout
@@ -37,6 +37,7 @@ class Pair:
         layout: KvLayout = LAYOUT,
         source_tp: int = 1,
         target_tp: int = 1,
+        hidden_bytes: int = 0,
     ) -> None:
         self.layout, self.source_tp, self.target_tp = layout, source_tp, target_tp
         self.here, self.there = shard_layout(layout, source_tp), shard_layout(layout, target_tp)
@@ -50,11 +51,19 @@ class Pair:
         self.from_region, self.to_region = self.from_regions[0], self.to_regions[0]
         self.from_region.memory[:] = bytes(i * 7 % 251 for i in range(self.from_region.length))
         self.sender = KvSender(
-            self.source, self.from_regions, create_counter(), layout, PAGES_HERE, max_outgoing=2, timeout_s=5
+            *(self.source, self.from_regions, create_counter(), layout, PAGES_HERE),
+            max_outgoing=2,
+            timeout_s=5,
+            hidden_bytes=hidden_bytes,
         )
         self.pool = PagePool(PAGES_THERE)
         self.digests: PageDigests | None = None
-        self.receiver = KvReceiver(self.target, layout, target_tp, max_incoming=max_incoming, quarantine_s=quarantine_s)
+        self.receiver = KvReceiver(
+            *(self.target, layout, target_tp),
+            max_incoming=max_incoming,
+            quarantine_s=quarantine_s,
+            hidden_bytes=hidden_bytes,
+        )
 
     def expect(self, attempt: str = ATTEMPT):
         self.pool.reserve(attempt, self.layout.pages_for(PROMPT + 1))
@@ -331,3 +340,37 @@ async def test_giving_up_what_has_arrived_is_nothing():
     await pair.sender.drain(outgoing)
     assert (pair.sender._slots.free, pair.pool.free) == (2, PAGES_THERE)
     pair.check()
+
+
+async def sent_with(pair: Pair, hidden: bytes):
+    incoming = pair.expect()
+    outgoing = await pair.send(pair.prefill(incoming))
+    finishing = asyncio.create_task(pair.sender.finish(outgoing, (5, 0, 2), hidden))
+    while len(pair.source.transfers) == 2 * len(outgoing.runs) and not finishing.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    pair.land()
+    await finishing
+    return incoming
+
+
+async def test_a_hidden_state_comes_with_the_tail():
+    hidden = bytes(range(256)) * 3
+    pair = Pair(hidden_bytes=len(hidden))
+    incoming = await sent_with(pair, hidden)
+    assert incoming.expected.payload_bytes == len(hidden)
+    assert await pair.receiver.arrived(incoming) == hidden
+    pair.check()
+
+
+async def test_a_hidden_state_of_another_size_is_not_sent():
+    pair = Pair(hidden_bytes=64)
+    with pytest.raises(MeshError, match="a hidden state of 60 bytes, not 64"):
+        await sent_with(pair, bytes(60))
+
+
+async def test_a_tail_without_its_hidden_state_is_refused():
+    pair = Pair(hidden_bytes=64)
+    pair.sender._hidden_bytes = 0
+    incoming = await sent_with(pair, b"")
+    with pytest.raises(AttemptFailed, match="payload bytes is 0, expected 64"):
+        await pair.receiver.arrived(incoming)

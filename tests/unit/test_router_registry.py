@@ -102,6 +102,8 @@ def test_a_refusal_because_of_draining_counts_until_the_next_change() -> None:
         ({"layout": msgspec.structs.replace(LAYOUT, num_layers=5)}, "layout.num_layers", "2", "5"),
         ({"layout": msgspec.structs.replace(LAYOUT, head_dim=4)}, "layout.head_dim", "8", "4"),
         ({"layout": msgspec.structs.replace(LAYOUT, kind="mla")}, "layout.kind", "gqa", "mla"),
+        ({"drafter": "mtp"}, "speculate", "no drafter", "mtp"),
+        ({"layout": msgspec.structs.replace(LAYOUT, draft=LAYOUT)}, "layout.draft", "None", "KvLayout"),
         ({"tp": 0}, "tp", "1 for 1 KV heads", "0 for 1 KV heads"),
     ],
 )
@@ -181,7 +183,12 @@ def test_shardings_that_divide_are_paired(prefill_tp: int, decode_tp: int) -> No
 
 def test_mismatch_of_checks_protocol_and_model_too() -> None:
     ours = announcement("prefill", "p0")
-    for field, value in (("protocol", {"protocol": 9}), ("model", {"digest": "zz"}), ("verify", {"verify": "pages"})):
+    for field, value in (
+        ("protocol", {"protocol": 9}),
+        ("model", {"digest": "zz"}),
+        ("verify", {"verify": "pages"}),
+        ("speculate", {"drafter": "mtp"}),
+    ):
         mismatch = mismatch_of(ours, announcement("decode", "d0", **value))  # type: ignore[arg-type]
         assert mismatch is not None
         assert mismatch.field == field

@@ -14,10 +14,11 @@ from tests.wire.test_services_toy import LENGTHS, small_mesh
 
 SHARDED = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
 LATENT = msgspec.structs.replace(LAYOUT, kind="mla")
+DRAFTED = msgspec.structs.replace(LATENT, draft=msgspec.structs.replace(SHARDED, num_layers=2, head_dim=3))
 SHARDINGS = [(prefill, decode) for prefill in (1, 2, 4, 8) for decode in (1, 2, 4, 8)]
 
 
-@pytest.mark.parametrize("layout", [SHARDED, LATENT], ids=["gqa", "mla"])
+@pytest.mark.parametrize("layout", [SHARDED, LATENT, DRAFTED], ids=["gqa", "mla", "drafted"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHARDINGS)
 async def test_output_is_the_whole_models_for_every_pair_of_shardings(layout, prefill_tp, decode_tp):
     """Over several chunks, with a part-filled last page; the toy looks at every head of every rank."""
@@ -34,7 +35,7 @@ async def test_output_is_the_whole_models_for_every_pair_of_shardings(layout, pr
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 4), (4, 1), (8, 2)])
 async def test_shardings_over_the_real_fabric(prefill_tp, decode_tp):
     prompt = [(5 * i) % 96 + 1 for i in range(18)]
-    async with mesh(real_fabric, Engine(SHARDED)) as whole:
+    async with mesh(real_fabric, Engine(DRAFTED)) as whole:
         router = await whole.router()
         prefill, decode = await whole.prefiller(tp=prefill_tp), await whole.decoder(tp=decode_tp)
         assert await router.run(decode, prefill.announce, prompt) == toy_output(prompt, 6)
@@ -101,4 +102,22 @@ async def test_only_both_or_none_verify(who):
         await router.start(generate)
         await router.until(lambda: router.ended(generate.attempt), within_s=3)
         assert "verify differs" in router.emits[generate.attempt][-1].error
+        await decode.until_idle()
+
+
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
+async def test_only_those_with_the_same_drafter_work_together(whose):
+    """The router would not pair them: whoever is asked all the same says why not."""
+    async with small_mesh() as (_, router, prefill, decode):
+        announce = prefill.announce
+        if whose == "prefill":
+            object.__setattr__(prefill.instance, "drafter", "mtp")
+            generate = router.generate(decode, announce, [1, 2, 3, 4])
+            await router.start(generate)
+            await router.until(lambda: router.ended(generate.attempt), within_s=3)
+            why = router.emits[generate.attempt][-1].error
+        else:
+            changed = msgspec.structs.replace(announce, drafter="mtp")
+            why = (await router.send(router.generate(decode, changed, [1, 2, 3, 4]))).reason
+        assert "speculate differs: prefiller has mtp, decoder has no drafter" in why
         await decode.until_idle()
