@@ -28,6 +28,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ModelError(f"the chat template does not parse: {error}") from None
         self._tokens = tokens
+        self.source = source
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
@@ -43,14 +44,19 @@ class ChatTemplate:
         }
         return cls(source, tokens)
 
-    def render(self, messages: list[dict[str, Any]], kwargs: dict[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """The prompt, up to where the assistant's answer begins. `RequestError` where the template rejects the messages."""
         try:
             return self._template.render(
                 **self._tokens,
                 **(kwargs or {}),
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
             )
