@@ -31,6 +31,11 @@ class Thoughts:
         """Blanks that follow are dropped."""
         self._held = ""
 
+    @property
+    def undecided(self) -> bool:
+        """All that came so far may be the beginning of a thought."""
+        return self._at_start
+
     def feed(self, text: str) -> tuple[str, str]:
         """The thought and the answer that are certain now."""
         self._held += text

@@ -34,6 +34,8 @@ class Speech:
         self._calls = None
         if manners.dialect is not None:
             self._calls = CallParser(manners.dialect, manners.functions, parallel=manners.parallel)
+        self._undecided = 0
+        """Tokens of which it is not certain what they are."""
         self.reasoning_tokens = 0
 
     @property
@@ -49,8 +51,12 @@ class Speech:
         """`text` is what `tokens` tokens have added: none, while it is not certain."""
         before = self._thoughts.thinking
         pieces = self._pieces(*self._thoughts.feed(text))
+        self._undecided += tokens
+        if self._thoughts.undecided:
+            return pieces
         if before or self._thoughts.thinking:
-            self.reasoning_tokens += tokens
+            self.reasoning_tokens += self._undecided
+        self._undecided = 0
         return pieces
 
     def flush(self, text: str = "") -> list[Piece]:
