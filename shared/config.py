@@ -147,6 +147,14 @@ class RouterSettings(Settings, frozen=True, kw_only=True):
     api_keys: Annotated[
         str, Meta(description="file of API keys (`kvmesh key` makes one); empty: whoever reaches the port may use it")
     ] = ""
+    tool_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "deepseek_v3", "deepseek_v31"],
+        Meta(description="form of the model's tool calls; auto: as its chat template has it; none: no tools"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think"],
+        Meta(description="think: thoughts between <think> and </think>; auto: where the chat template has them"),
+    ] = "auto"
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
 
 

@@ -13,6 +13,7 @@ import openai
 from prometheus_client import CollectorRegistry
 
 from services.router.main import running
+from services.router.model import ServedModel
 from services.router.service import RouterService
 from shared.config import RouterSettings
 from shared.messages import Generate
@@ -76,7 +77,7 @@ class Front:
 
 
 @asynccontextmanager
-async def front(broker: Broker, **settings: Any) -> AsyncIterator[Front]:
+async def front(broker: Broker, model: ServedModel | None = None, **settings: Any) -> AsyncIterator[Front]:
     """A router with short times, checked to be clean at the end."""
     defaults: dict[str, Any] = {
         "name": "router",
@@ -90,7 +91,7 @@ async def front(broker: Broker, **settings: Any) -> AsyncIterator[Front]:
     chosen = RouterSettings(**{**defaults, **settings})
     async with (
         fake_mesh(broker) as mesh,
-        running(chosen, served_model()) as (service, url),
+        running(chosen, model or served_model()) as (service, url),
         aiohttp.ClientSession() as session,
     ):
         made = Front(url, service, mesh, session)

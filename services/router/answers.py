@@ -8,12 +8,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from services.router.attempts import Attempt
-from services.router.chunks import Chunks, whole
+from services.router.calls import Piece
+from services.router.chunks import Chunks, Reason, whole
 from services.router.detokenize import Vocabulary
 from services.router.logprobs import Logprobs
 from services.router.output import Output
+from services.router.speech import Message, Speech
 from services.router.validate import Job
-from shared.messages import TokenLogprob
+from shared.messages import FinishReason, TokenLogprob
 from shared.web import sse
 from shared.web.sse import EventStream
 
@@ -23,6 +25,23 @@ transport pauses, so that `drain` then waits."""
 
 
 OpenStream = Callable[[Attempt, bytes], Awaitable[EventStream]]
+
+
+def hear(output: Output, speech: Speech, tokens: list[int]) -> list[Piece]:
+    """What these tokens add to a message."""
+    pieces: list[Piece] = []
+    for token in tokens:
+        if not speech.stopped:
+            pieces += speech.feed(output.feed([token]), 1)
+    return pieces
+
+
+def reason_of(output: Output, speech: Speech | None, finish: FinishReason | None) -> Reason:
+    """Why the choice ended."""
+    reason = output.reason(finish)
+    if speech is None or not speech.has_calls:
+        return reason
+    return "tool_calls" if reason == "stop" or speech.stopped else reason
 
 
 class WholeAnswer:
@@ -39,10 +58,12 @@ class WholeAnswer:
         self._logprobs = Logprobs(self._job, self._vocabulary)
         self._pieces: list[str] = []
         self._tokens: list[int] = []
+        self._speech = None if self._job.manners is None else Speech(self._job.manners)
+        self._message = Message()
 
     @property
     def stopped(self) -> bool:
-        return self._output.stopped
+        return self._output.stopped or (self._speech is not None and self._speech.stopped)
 
     @property
     def tokens(self) -> int:
@@ -53,7 +74,10 @@ class WholeAnswer:
         if self.stopped:
             return True
         self._logprobs.feed(tokens, logprobs)
-        self._pieces.append(self._output.feed(tokens))
+        if self._speech is None:
+            self._pieces.append(self._output.feed(tokens))
+        else:
+            self._message.add(hear(self._output, self._speech, tokens))
         if self._job.return_token_ids:
             self._tokens += tokens
         return self.stopped
@@ -64,9 +88,14 @@ class WholeAnswer:
     def body(self, attempt: Attempt) -> bytes:
         """The answer, once the attempt has run to its end."""
         self._pieces.append(self._output.flush())
-        reason = self._output.reason(attempt.finish)
-        text, logprobs = "".join(self._pieces), self._logprobs.take()
-        return whole(self._job, text, reason, self._output.tokens, self._tokens, logprobs)
+        text, logprobs, speech = "".join(self._pieces), self._logprobs.take(), self._speech
+        message, thought = None, None
+        if speech is not None:
+            self._message.add(speech.flush(text))
+            message, thought = self._message.body(), speech.reasoning_tokens
+        reason = reason_of(self._output, speech, attempt.finish)
+        said = text if message is None else message
+        return whole(self._job, said, reason, self._output.tokens, self._tokens, logprobs, thought)
 
 
 class StreamedAnswer:
@@ -81,6 +110,7 @@ class StreamedAnswer:
     def reset(self) -> None:
         self._output = Output(self._job, self._vocabulary)
         self._logprobs = Logprobs(self._job, self._vocabulary)
+        self._speech = None if self._job.manners is None else Speech(self._job.manners)
         self._waiting: list[int] = []
         self._unsent: list[int] = []
 
@@ -90,7 +120,7 @@ class StreamedAnswer:
 
     @property
     def stopped(self) -> bool:
-        return self._output.stopped
+        return self._output.stopped or (self._speech is not None and self._speech.stopped)
 
     @property
     def tokens(self) -> int:
@@ -98,7 +128,7 @@ class StreamedAnswer:
         return self._output.tokens
 
     def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> bool:
-        if self._output.stopped:
+        if self.stopped:
             return True
         self._logprobs.feed(tokens, logprobs)
         events = self.events
@@ -106,7 +136,7 @@ class StreamedAnswer:
             self._waiting += tokens
             return True
         events.send(self._event(tokens))
-        return self._output.stopped
+        return self.stopped
 
     async def advance(self, attempt: Attempt) -> None:
         if self.events is None:
@@ -120,10 +150,13 @@ class StreamedAnswer:
     async def finish(self, attempt: Attempt) -> None:
         """The last text, the reason, the usage where asked for, and `[DONE]`, which nothing follows."""
         assert self.events is not None, "a finished attempt has been advanced"
-        reason = self._output.reason(attempt.finish)
-        last = self._chunks.last(
-            self._output.flush(), self._take_unsent(), reason, self._output.tokens, self._logprobs.take()
-        )
+        reason = reason_of(self._output, self._speech, attempt.finish)
+        rest, text = b"", self._output.flush()
+        if self._speech is not None:
+            pieces, text = self._speech.flush(text), ""
+            self._chunks.reasoning_tokens = self._speech.reasoning_tokens
+            rest = self._chunks.pieces(pieces, [], self._output.tokens, None)
+        last = rest + self._chunks.last(text, self._take_unsent(), reason, self._output.tokens, self._logprobs.take())
         await self.events.close(last + sse.DONE)
 
     async def fail(self, error: msgspec.Struct) -> None:
@@ -133,12 +166,20 @@ class StreamedAnswer:
 
     def _event(self, tokens: list[int]) -> bytes:
         """The event for these tokens; empty where their text is not certain yet."""
-        text = self._output.feed(tokens)
         if self._job.return_token_ids:
             self._unsent += tokens
+        if self._speech is not None:
+            return self._pieces(hear(self._output, self._speech, tokens), self._speech)
+        text = self._output.feed(tokens)
         if not text:
             return b""
         return self._chunks.text(text, self._take_unsent(), self._output.tokens, self._logprobs.take())
+
+    def _pieces(self, pieces: list[Piece], speech: Speech) -> bytes:
+        if not pieces:
+            return b""
+        self._chunks.reasoning_tokens = speech.reasoning_tokens
+        return self._chunks.pieces(pieces, self._take_unsent(), self._output.tokens, self._logprobs.take())
 
     def _take_waiting(self) -> list[int]:
         waiting, self._waiting = self._waiting, []

@@ -17,18 +17,18 @@ from services.router.answers import OpenStream, StreamedAnswer, WholeAnswer
 from services.router.attempts import Attempt
 from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
+from services.router.reasoning import Begins
 from services.router.relay import Request
 from services.router.service import RouterService
 from services.router.structured import Constraint, compiled, constraint
+from services.router.talk import Talk
 from services.router.tokens_api import TokensApi
 from services.router.validate import (
     Job,
-    chat_messages,
     check,
     completion_prompt,
     decode,
     plan,
-    template_kwargs,
 )
 from shared.errors import AttemptFailed, BusError, Refused, RequestError
 from shared.telemetry import traces
@@ -88,9 +88,10 @@ class Api:
     async def _chat_job(self, body: bytes) -> Job:
         request = decode(body, ChatRequest)
         check(request, self._model)
-        text = self._model.chat_prompt(chat_messages(request.messages), template_kwargs(request))
-        tokens = await self._model.encode(text, add_special_tokens=False)
-        return await self._constrained(plan(request, tokens, self._model, self._service.limits()), constraint(request))
+        talk = Talk.of(request, self._model)
+        tokens = await self._model.encode(talk.prompt, add_special_tokens=False)
+        job = plan(request, tokens, self._model, self._service.limits())
+        return await self._constrained(talk.mannered(job), talk.constraint, talk.begins)
 
     async def _completion_job(self, body: bytes) -> Job:
         request = decode(body, CompletionRequest)
@@ -98,12 +99,14 @@ class Api:
         prompt = completion_prompt(request.prompt, self._model.identity.vocab_size)
         if isinstance(prompt, str):
             prompt = await self._model.encode(prompt, add_special_tokens=request.special_tokens is not False)
-        return await self._constrained(plan(request, prompt, self._model, self._service.limits()), constraint(request))
+        job = plan(request, prompt, self._model, self._service.limits())
+        return await self._constrained(job, constraint(request), "closed")
 
-    async def _constrained(self, job: Job, wanted: Constraint | None) -> Job:
+    async def _constrained(self, job: Job, wanted: Constraint | None, begins: Begins) -> Job:
         if wanted is None:
             return job
-        grammar = await compiled(wanted, job.stop_token_ids, self._service.grammars)
+        text = wanted.text(begins, self._model.marker)
+        grammar = await compiled(wanted, text, job.stop_token_ids, self._service.grammars)
         return msgspec.structs.replace(job, grammar=grammar)
 
     async def _answer(self, http: web.Request, endpoint: str, prepare: Prepare) -> web.StreamResponse:

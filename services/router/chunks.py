@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from services.router.openai_types import Usage
+from services.router.calls import Piece
+from services.router.openai_types import CompletionTokensDetails, Usage
+from services.router.speech import delta
 from services.router.validate import Job
-from shared.messages import FinishReason
 
 _json = msgspec.json.Encoder().encode
 
 
-def usage_of(job: Job, completion_tokens: int) -> Usage:
+Reason = Literal["stop", "length", "tool_calls"]
+
+
+def usage_of(job: Job, completion_tokens: int, reasoning_tokens: int | None = None) -> Usage:
+    """`reasoning_tokens` of the completion were thoughts; None: it was not read for them."""
     prompt = len(job.tokens)
-    return Usage(prompt, completion_tokens, prompt + completion_tokens)
+    details = None if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+    return Usage(prompt, completion_tokens, prompt + completion_tokens, details)
 
 
 def whole(
     job: Job,
-    text: str,
-    reason: FinishReason,
+    said: str | dict[str, Any],
+    reason: Reason,
     completion_tokens: int,
     token_ids: list[int],
     logprobs: dict[str, Any] | None = None,
+    reasoning_tokens: int | None = None,
 ) -> bytes:
-    """The body of an answer that is not streamed."""
+    """The body of an answer that is not streamed. `said`: its text, or its message."""
     chat = job.kind == "chat"
-    content: dict[str, Any] = (
-        {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
-    )
+    message = {"role": "assistant", "content": said, "refusal": None} if isinstance(said, str) else said
+    content: dict[str, Any] = {"message": message} if chat else {"text": said}
     choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
     body: dict[str, Any] = {
         "id": job.id,
@@ -38,7 +44,7 @@ def whole(
         "created": job.created,
         "model": job.model,
         "choices": [choice],
-        "usage": usage_of(job, completion_tokens),
+        "usage": usage_of(job, completion_tokens, reasoning_tokens),
     }
     if job.return_token_ids:
         choice["token_ids"] = token_ids
@@ -49,7 +55,7 @@ def whole(
 class Chunks:
     """The events of one stream."""
 
-    __slots__ = ("_chat", "_head", "_job", "_prompt_ids", "_tail", "_usage")
+    __slots__ = ("_chat", "_head", "_job", "_prompt_ids", "_tail", "_usage", "reasoning_tokens")
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -60,11 +66,14 @@ class Chunks:
         self._usage = job.include_usage
         self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
         self._prompt_ids = job.return_token_ids
+        self.reasoning_tokens: int | None = None
+        """So far; None: the output is not read for thoughts."""
 
     def first(self) -> bytes:
         """What comes before the first text: the role (chat)."""
         if self._chat:
-            return self._chunk(b'"delta":{"role":"assistant","content":""}', [], b"null", 0, None)
+            content = b'""' if self._job.manners is None else b"null"
+            return self._chunk(b'"delta":{"role":"assistant","content":' + content + b"}", [], b"null", 0, None)
         return b""
 
     def text(
@@ -74,11 +83,23 @@ class Chunks:
         piece = b'"delta":{"content":' + _json(text) + b"}" if self._chat else b'"text":' + _json(text)
         return self._chunk(piece, token_ids, b"null", completion_tokens, logprobs)
 
+    def pieces(
+        self, pieces: list[Piece], token_ids: list[int], completion_tokens: int, logprobs: dict[str, Any] | None
+    ) -> bytes:
+        """New parts of a message, each in a chunk of its own; what else is new goes with the first."""
+        chunks = []
+        for piece in pieces:
+            chunks.append(
+                self._chunk(b'"delta":' + _json(delta(piece)), token_ids, b"null", completion_tokens, logprobs)
+            )
+            token_ids, logprobs = [], None
+        return b"".join(chunks)
+
     def last(
         self,
         text: str,
         token_ids: list[int],
-        reason: FinishReason,
+        reason: Reason,
         completion_tokens: int,
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
@@ -89,7 +110,9 @@ class Chunks:
         return rest + end + (self._usage_chunk(completion_tokens) if self._usage else b"")
 
     def _usage_chunk(self, completion_tokens: int) -> bytes:
-        return self._head + b'],"usage":' + _json(usage_of(self._job, completion_tokens)) + b"}\n\n"
+        return (
+            self._head + b'],"usage":' + _json(usage_of(self._job, completion_tokens, self.reasoning_tokens)) + b"}\n\n"
+        )
 
     def _chunk(
         self,
@@ -107,7 +130,7 @@ class Chunks:
                 prompt = b',"prompt_token_ids":' + _json(self._job.tokens)
                 ids, tail = (ids, prompt + tail) if self._chat else (ids + prompt, tail)
         if self._job.continuous_usage:
-            usage = _json(usage_of(self._job, completion_tokens))
+            usage = _json(usage_of(self._job, completion_tokens, self.reasoning_tokens))
             tail = tail.replace(b'"usage":null', b'"usage":' + usage)
         known = b"null" if logprobs is None else _json(logprobs)
         return b'%b{"index":0,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (head, piece, known, reason, ids, tail)

@@ -39,8 +39,9 @@ class Vocabulary:
         self._alphabet = _byte_alphabet()
         self._bytes: dict[int, bytes] = {}
 
-    def detokenizer(self) -> Detokenizer:
-        return ByteLevel(self) if self.byte_level else Windowed(self)
+    def detokenizer(self, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """`shown`: special tokens that have text all the same, their names."""
+        return ByteLevel(self, shown) if self.byte_level else Windowed(self, shown)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token of a byte-level tokenizer stands for."""
@@ -94,8 +95,9 @@ class ByteLevel:
 
     __slots__ = ("_bytes_of", "_decoder")
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._bytes_of = vocabulary.bytes_of
+    def __init__(self, vocabulary: Vocabulary, shown: frozenset[int]) -> None:
+        named = {token: vocabulary.spelled(token)[1] for token in shown}
+        self._bytes_of = (lambda t: named.get(t) or vocabulary.bytes_of(t)) if named else vocabulary.bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: list[int]) -> str:
@@ -112,18 +114,21 @@ class Windowed:
     of them cannot change its text any more, which is told by decoding them behind the anchor, the last token that had text:
     what a decoder does at the beginning of a text (dropping a space) is then done to the anchor."""
 
-    __slots__ = ("_anchor", "_held", "_vocabulary")
+    __slots__ = ("_anchor", "_held", "_shown", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
+        self._shown = shown
         self._vocabulary = vocabulary
         self._anchor: list[int] = []
         self._held: list[int] = []
 
     def feed(self, tokens: list[int]) -> str:
         special = self._vocabulary.special
-        pieces = []
+        pieces: list[str] = []
         for token in tokens:
-            if token not in special:
+            if token in self._shown:
+                pieces += (self._release(final=True), self._vocabulary.spelled(token)[0])
+            elif token not in special:
                 self._held.append(token)
                 if not self._vocabulary.open_ended(token):
                     pieces.append(self._release(final=False))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from services.router.api import Api
 from services.router.detokenize import Vocabulary
+from services.router.dialects import SILENT, manner_of
 from services.router.keys import Keyring, read_keys
 from services.router.metrics import RouterMetrics
 from services.router.model import ServedModel, load_tokenizer
@@ -60,6 +61,7 @@ async def load_model(settings: RouterSettings) -> ServedModel:
     path = await asyncio.to_thread(resolve, settings.model)
     model = load_config(path)
     tokenizer = load_tokenizer(path)
+    template, tools, reasoning = ChatTemplate.load(path), settings.tool_parser, settings.reasoning_parser
     return ServedModel(
         name=settings.served_model or served_name(settings.model),
         identity=ModelIdentity(
@@ -71,7 +73,8 @@ async def load_model(settings: RouterSettings) -> ServedModel:
         eos_token_ids=tuple(model.eos_ids),
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
-        template=ChatTemplate.load(path),
+        template=template,
+        manner=SILENT if template is None else manner_of(template.source, tools=tools, reasoning=reasoning),
         created=int(time.time()),
     )
 

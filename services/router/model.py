@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from services.router.detokenize import Vocabulary
+from services.router.dialects import SILENT, Manner
+from services.router.structured import literal
 from services.router.template import ChatTemplate
 from shared.errors import ModelError, RequestError
 from shared.messages import ModelIdentity
@@ -28,15 +31,32 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     template: ChatTemplate | None
     created: int
     """Seconds since 1970, for /v1/models."""
+    manner: Manner = SILENT
+    """How it writes tool calls and thoughts."""
 
     @property
     def max_positions(self) -> int:
         return self.identity.max_positions
 
-    def chat_prompt(self, messages: list[dict[str, Any]], kwargs: dict[str, Any] | None) -> str:
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         if self.template is None:
             raise RequestError(f"{self.name} has no chat template: use /v1/completions", param="messages")
-        return self.template.render(messages, kwargs)
+        return self.template.render(messages, kwargs, tools)
+
+    def marker(self, text: str) -> str:
+        """`text` as a Lark grammar has it: where it is a special token, that token."""
+        token = self.tokenizer.token_to_id(text)
+        return f"<[{token}]>" if token in self.vocabulary.special else literal(text)
+
+    def special_tokens(self, texts: Collection[str]) -> frozenset[int]:
+        """Those of `texts` that are special tokens."""
+        tokens = map(self.tokenizer.token_to_id, texts)
+        return frozenset(token for token in tokens if token is not None and token in self.vocabulary.special)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokens of `text`, with what the tokenizer's post-processor adds (a BOS) only where asked."""

@@ -19,13 +19,51 @@ class Part(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """An earlier answer's."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema. None: no arguments."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """Fields that only echo an earlier answer (`refusal`, `annotations` ...) are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
 
 
@@ -125,17 +163,20 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    parallel_tool_calls: Any = None
-    """Harmless: tools are refused."""
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """Default: auto where there are tools."""
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """Where the template has a place for it."""
+    include_reasoning: bool | None = None
+    """False: what the model thinks is left out of the answer."""
 
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
@@ -161,14 +202,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -178,10 +216,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are not supported, and the values besides null that ask for nothing."""
 
 
-class Usage(msgspec.Struct, frozen=True):
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Of a model that thinks."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

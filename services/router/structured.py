@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
+from services.router.dialects import THINK, THOUGHT
 from services.router.openai_types import Common, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from services.router.reasoning import Begins
 from shared.errors import GrammarError, RequestError
 from shared.grammar import Compiler
 from shared.messages import Grammar
@@ -28,11 +32,30 @@ WHITESPACE = r"[ \t\n\r]{0,32}"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-class Constraint(msgspec.Struct, frozen=True):
-    """A grammar's text, and the field of the request that asks for it."""
+Marker = Callable[[str], str]
+"""A text as a Lark grammar has it: `literal`, or the special token that it is."""
 
-    text: str
+Entry = dict[str, Any]
+"""A grammar as the engine's list of them has it: a JSON schema or Lark."""
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What the output must match: any one of `entries`, which `param` of the request asks for."""
+
+    entries: tuple[Entry, ...]
     param: str
+
+    def text(self, begins: Begins, marker: Marker) -> str:
+        """The grammar, behind the thought with which the output may begin. A thought that has begun must end."""
+        named = [{"name": f"body{i}", **entry} for i, entry in enumerate(self.entries)]
+        if begins == "closed" and len(named) == 1:
+            return json.dumps({"grammars": named}, ensure_ascii=False)
+        main = f"start: ({' | '.join(f'@body{i}' for i in range(len(named)))})\n"
+        if begins != "closed":
+            thought = "thought" if begins == "open" else f"({marker(THINK)} thought)?"
+            blank = "thought: lead BLANK\nBLANK: /[ \\n]{0,8}/\n"
+            main = main.replace("start: ", f"start: {thought} ") + blank + lead(THOUGHT, marker)
+        return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, *named]}, ensure_ascii=False)
 
 
 def constraint(request: Common) -> Constraint | None:
@@ -46,9 +69,9 @@ def constraint(request: Common) -> Constraint | None:
     return _structured(options)
 
 
-async def compiled(wanted: Constraint, end_tokens: list[int], compiler: Compiler) -> Grammar:
-    """Raises `RequestError` where it cannot be compiled, within the limits that hold for a decoder too."""
-    grammar = Grammar(text=wanted.text)
+async def compiled(wanted: Constraint, text: str, end_tokens: list[int], compiler: Compiler) -> Grammar:
+    """`text` is that of `wanted`. Raises `RequestError` where it cannot be compiled within the limits, a decoder's too."""
+    grammar = Grammar(text=text)
     try:
         await compiler.compile(grammar, end_tokens)
     except GrammarError as error:
@@ -58,10 +81,10 @@ async def compiled(wanted: Constraint, end_tokens: list[int], compiler: Compiler
 
 def _formatted(asked: JsonObjectFormat | JsonSchemaFormat) -> Constraint:
     if isinstance(asked, JsonObjectFormat):
-        return Constraint(_of_schema(ANY_OBJECT), "response_format")
+        return Constraint((of_schema(ANY_OBJECT),), "response_format")
     param = "response_format.json_schema.schema"
     schema = asked.json_schema.schema
-    return Constraint(_of_schema(ANY_OBJECT if schema is None else checked(schema, param)), param)
+    return Constraint((of_schema(ANY_OBJECT if schema is None else checked(schema, param)),), param)
 
 
 def _structured(options: StructuredOutputs) -> Constraint:
@@ -71,14 +94,14 @@ def _structured(options: StructuredOutputs) -> Constraint:
         raise _wrong("structured_outputs", f"takes {takes}, not {len(given)}")
     param = f"structured_outputs.{given[0]}"
     if options.json is not None:
-        return Constraint(_of_schema(checked(_parsed(options.json, param), param)), param)
+        return Constraint((of_schema(checked(_parsed(options.json, param), param)),), param)
     if options.regex is not None:
-        return Constraint(llguidance.LLMatcher.grammar_from_regex(_short(options.regex, param)), param)
+        return Constraint((of_regex(_short(options.regex, param)),), param)
     if options.choice is not None:
-        return Constraint(_of_choice(options.choice, param), param)
+        return Constraint((of_choice(options.choice, param),), param)
     if options.grammar is not None:
-        return Constraint(_of_grammar(_short(options.grammar, param), param), param)
-    return Constraint(_of_schema(ANY_OBJECT), param)
+        return Constraint((of_grammar(_short(options.grammar, param), param),), param)
+    return Constraint((of_schema(ANY_OBJECT),), param)
 
 
 def checked(schema: dict[str, Any], param: str) -> dict[str, Any]:
@@ -89,15 +112,25 @@ def checked(schema: dict[str, Any], param: str) -> dict[str, Any]:
     return schema
 
 
-def _of_schema(schema: dict[str, Any]) -> str:
-    options: Any = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+def of_schema(schema: dict[str, Any]) -> Entry:
+    return {"json_schema": with_options(schema)}
 
 
-def _of_choice(choices: list[str], param: str) -> str:
+def with_options(schema: dict[str, Any]) -> dict[str, Any]:
+    """What is not enforced is refused, and not overlooked."""
+    given = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+    return {**schema, "x-guidance": {**(given if isinstance(given, dict) else {}), **options}}
+
+
+def of_regex(regex: str) -> Entry:
+    return {"lark_grammar": json.loads(llguidance.LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]}
+
+
+def of_choice(choices: list[str], param: str) -> Entry:
     if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
         raise _wrong(param, f"takes 1 to {MAX_CHOICES} texts, none of them empty")
-    return _short("start: " + " | ".join(map(literal, dict.fromkeys(choices))), param)
+    return {"lark_grammar": _short("start: " + " | ".join(map(literal, dict.fromkeys(choices))), param)}
 
 
 def literal(text: str) -> str:
@@ -105,12 +138,21 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _of_grammar(text: str, param: str) -> str:
+def lead(until: str, marker: Marker) -> str:
+    """The Lark rule `lead`: any text up to the first `until`, which is part of it; and the terminal `TEXT`: any text."""
+    text = "TEXT: /(.|\\n)*/\n"
+    if marker(until) != literal(until):
+        return f"lead: TEXT {marker(until)}\n{text}"
+    escaped = re.escape(until).replace("/", "\\/")
+    return f"lead[lazy]: /(.|\\n)*{escaped}/\n{text}"
+
+
+def of_grammar(text: str, param: str) -> Entry:
     try:
         lark: str = any_to_lark(text)
     except Exception as error:  # noqa: BLE001 - the converter raises whatever a malformed text leads it to
         raise _wrong(param, f"neither GBNF nor Lark: {error}") from None
-    return lark
+    return {"lark_grammar": lark}
 
 
 def _parsed(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:

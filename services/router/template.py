@@ -21,13 +21,17 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents",
 class ChatTemplate:
     """Messages to prompt text, special tokens included; the text is tokenized without adding any."""
 
-    def __init__(self, source: str, tokens: dict[str, str]) -> None:
-        """`tokens`: the special tokens by name, `bos_token` and so on. Raises `ModelError` on bad Jinja."""
+    def __init__(self, source: str, tokens: dict[str, str], tool_source: str | None = None) -> None:
+        """`tokens`: the special tokens by name, `bos_token` and so on. `tool_source`: another template, for requests with
+        tools. Raises `ModelError` on bad Jinja."""
         try:
             self._template = _environment().from_string(source)
+            self._with_tools = self._template if tool_source is None else _environment().from_string(tool_source)
         except TemplateError as error:
             raise ModelError(f"the chat template does not parse: {error}") from None
         self._tokens = tokens
+        self.source = source if tool_source is None else f"{source}\n{tool_source}"
+        """All of it."""
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
@@ -41,16 +45,21 @@ class ChatTemplate:
             for name, value in config.items()
             if name.endswith("_token") and (token := _token_text(value)) is not None
         }
-        return cls(source, tokens)
+        return cls(source, tokens, _named(config, "tool_use"))
 
-    def render(self, messages: list[dict[str, Any]], kwargs: dict[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """The prompt, up to where the assistant's answer begins. `RequestError` where the template rejects the messages."""
         try:
-            return self._template.render(
+            return (self._with_tools if tools else self._template).render(
                 **self._tokens,
                 **(kwargs or {}),
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
             )
@@ -63,9 +72,14 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
     if beside.is_file():
         return beside.read_text(encoding="utf-8")
     inside = config.get("chat_template")
-    if isinstance(inside, list):
-        return next((entry["template"] for entry in inside if entry.get("name") == "default"), None)
-    return inside
+    return _named(config, "default") if isinstance(inside, list) else inside
+
+
+def _named(config: dict[str, Any], name: str) -> str | None:
+    """One of several templates."""
+    inside = config.get("chat_template")
+    entries = inside if isinstance(inside, list) else []
+    return next((entry["template"] for entry in entries if entry.get("name") == name), None)
 
 
 def _json(path: Path) -> dict[str, Any]:

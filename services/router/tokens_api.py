@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
+from services.router.messages import chat_messages
 from services.router.model import ServedModel
 from services.router.openai_types import ChatMessage
-from services.router.validate import chat_messages, decode
+from services.router.validate import decode
 from shared.errors import RequestError
 
 Read = Callable[[web.Request], Awaitable[bytes]]
@@ -74,7 +75,8 @@ class TokensApi:
             raise RequestError("takes one of prompt and messages", param="prompt")
         if asked.prompt is not None:
             return await self._model.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-        text = self._model.chat_prompt(chat_messages(asked.messages or []), None)
+        as_text = self._model.manner.arguments_as_text
+        text = self._model.chat_prompt(chat_messages(asked.messages or [], arguments_as_text=as_text), None)
         return await self._model.encode(text, add_special_tokens=bool(asked.add_special_tokens))
 
     def _check_model(self, name: str | None) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from services.router.model import ServedModel
-from services.router.openai_types import NEUTRAL, ChatMessage, ChatRequest, Common, CompletionRequest
+from services.router.openai_types import NEUTRAL, ChatRequest, Common, CompletionRequest
+from services.router.speech import Manners
 from services.router.template import RESERVED
 from shared.errors import RequestError
 from shared.messages import Grammar, Sampling
@@ -46,6 +47,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     grammar: Grammar | None = None
     """What the output must match; it has been compiled here."""
+    manners: Manners | None = None
+    """None: the output is text and nothing else."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -104,46 +107,17 @@ def _explained(text: str) -> RequestError:
     return RequestError(f"{where or 'the body'}: {detail}", param=where or None, code="invalid_type")
 
 
-def chat_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """What the template gets: text content, `developer` as the `system` that templates know."""
-    if not messages:
-        raise RequestError("messages is empty: it takes at least one", param="messages", code="empty_array")
-    return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
-
-
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
-        raise _unsupported(f"{where}.role", f"the role {message.role!r} is not supported: there are no tools")
-    for field in ("tool_calls", "function_call"):
-        if getattr(message, field):
-            raise _unsupported(f"{where}.{field}", f"{where}.{field} is not supported")
-    role = "system" if message.role == "developer" else message.role
-    rendered = {"role": role, "content": _content(message, where)}
-    return rendered if message.name is None else {**rendered, "name": message.name}
-
-
-def _content(message: ChatMessage, where: str) -> str:
-    if message.content is None:
-        raise RequestError(f"{where}.content is required", param=f"{where}.content", code="missing_required_parameter")
-    if isinstance(message.content, str):
-        return message.content
-    pieces = []
-    for i, part in enumerate(message.content):
-        at = f"{where}.content.{i}"
-        if part.type not in ("text", "input_text"):
-            raise _unsupported(f"{at}.type", f"content of type {part.type!r} is not supported: this model takes text")
-        if part.text is None:
-            raise RequestError(f"{at}.text is required", param=f"{at}.text", code="missing_required_parameter")
-        pieces.append(part.text)
-    return "".join(pieces)
-
-
-def template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
+def template_kwargs(request: ChatRequest, model: ServedModel) -> dict[str, Any] | None:
     for name in request.chat_template_kwargs or {}:
         if name in RESERVED or not name.isidentifier():
             param = f"chat_template_kwargs.{name}"
             raise RequestError(f"{param} cannot be set by a request", param=param)
-    return request.chat_template_kwargs
+    if request.reasoning_effort is None:
+        return request.chat_template_kwargs
+    if not model.manner.takes_effort:
+        message = f"reasoning_effort={request.reasoning_effort}: the model's chat template has no place for it"
+        raise _unsupported("reasoning_effort", message)
+    return {**(request.chat_template_kwargs or {}), "reasoning_effort": request.reasoning_effort}
 
 
 def completion_prompt(prompt: str | list[Any], vocab_size: int) -> str | list[int]:

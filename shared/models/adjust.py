@@ -42,9 +42,14 @@ def keep_masked(logits: npt.NDArray[np.float32], mask: bytes, position: int = 0)
     if len(mask) % size or not 0 <= position * size < len(mask):
         raise ValueError(f"mask: {len(mask)} bytes, {size} are wanted for each position that draws a token")
     own = np.frombuffer(mask, np.uint8, size, position * size)
-    outside = np.unpackbits(own, count=logits.size, bitorder="little").view(np.bool_)
-    np.logical_not(outside, out=outside)
-    logits[outside] = OUTSIDE
+    within = np.unpackbits(own, count=logits.size, bitorder="little").view(np.bool_)
+    if np.count_nonzero(within) * 2 > logits.size:
+        logits[np.flatnonzero(~within)] = OUTSIDE
+        return
+    few = np.flatnonzero(within)
+    kept = logits[few]
+    logits.fill(OUTSIDE)
+    logits[few] = kept
 
 
 def _penalise(

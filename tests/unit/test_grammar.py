@@ -9,12 +9,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
-import llguidance
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.router.structured import ANY_OBJECT, _of_choice, _of_grammar, _of_schema
+from services.router.structured import (
+    ANY_OBJECT,
+    Constraint,
+    Entry,
+    literal,
+    of_choice,
+    of_grammar,
+    of_regex,
+    of_schema,
+)
 from shared.errors import GrammarError, Refused
 from shared.grammar import MAX_CACHED, MAX_PENDING, Compiler, Matcher, Vocabulary
 from shared.messages import Grammar
@@ -69,12 +77,16 @@ def drawn(matcher: Matcher, seed: int = 0, longest: int = 400) -> str | None:
     return byte_level().decode(tokens)
 
 
-async def compile_text(compiler: Compiler, text: str) -> Matcher:
-    return await compiler.compile(Grammar(text=text), [END])
+def grammar(entry: Entry) -> Grammar:
+    return Grammar(text=Constraint((entry,), "").text("closed", literal))
+
+
+async def compile_text(compiler: Compiler, entry: Entry) -> Matcher:
+    return await compiler.compile(grammar(entry), [END])
 
 
 async def test_a_mask_has_a_bit_for_every_token_and_the_end_only_where_the_grammar_can_end(compiler: Compiler) -> None:
-    matcher = await compile_text(compiler, llguidance.LLMatcher.grammar_from_regex("ab?"))
+    matcher = await compile_text(compiler, of_regex("ab?"))
     (mask,) = [matcher.masks()]
     assert len(mask) == -(-SIZE // 32) * 4
     assert allowed(mask) <= set(range(SIZE))
@@ -89,7 +101,7 @@ async def test_a_mask_has_a_bit_for_every_token_and_the_end_only_where_the_gramm
 
 
 async def test_tokens_that_do_not_end_this_output_never_come(compiler: Compiler) -> None:
-    matcher = await compiler.compile(Grammar(text=llguidance.LLMatcher.grammar_from_regex("ab*")), [])
+    matcher = await compiler.compile(grammar(of_regex("ab*")), [])
     matcher.accept(ids("a")[0])
     assert END not in allowed(matcher.masks())
 
@@ -97,13 +109,13 @@ async def test_tokens_that_do_not_end_this_output_never_come(compiler: Compiler)
 async def test_masks_along_drafts_are_those_after_them_and_the_matcher_stays(compiler: Compiler) -> None:
     text = '{"name": "Zoë", "age": 12}'
     tokens = ids(text)
-    alone = await compile_text(compiler, _of_schema(PERSON))
+    alone = await compile_text(compiler, of_schema(PERSON))
     expected = [alone.masks()]
     for token in tokens:
         alone.accept(token)
         expected.append(alone.masks())
     assert alone.finished
-    matcher = await compile_text(compiler, _of_schema(PERSON))
+    matcher = await compile_text(compiler, of_schema(PERSON))
     for at in range(len(tokens)):
         for count in (0, 1, 3):
             drafts = tokens[at : at + count]
@@ -115,7 +127,7 @@ async def test_masks_along_drafts_are_those_after_them_and_the_matcher_stays(com
 
 
 async def test_a_draft_that_is_not_allowed_is_found_and_changes_nothing(compiler: Compiler) -> None:
-    matcher = await compile_text(compiler, _of_schema(PERSON))
+    matcher = await compile_text(compiler, of_schema(PERSON))
     good, bad = ids('{"name"'), ids("x")
     before = matcher.masks()
     assert matcher.admissible([*good, *bad, *good]) == len(good)
@@ -130,7 +142,7 @@ async def test_a_draft_that_is_not_allowed_is_found_and_changes_nothing(compiler
 
 
 async def test_drafts_over_the_end(compiler: Compiler) -> None:
-    matcher = await compile_text(compiler, llguidance.LLMatcher.grammar_from_regex("ab?"))
+    matcher = await compile_text(compiler, of_regex("ab?"))
     drafts = [ids("a")[0], ids("b")[0]]
     assert matcher.admissible([*drafts, ids("b")[0]]) == 2
     last = matcher.masks(drafts)[-len(matcher.masks()) :]
@@ -142,18 +154,18 @@ async def test_drafts_over_the_end(compiler: Compiler) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (_of_schema({"type": "wrong"}), "Invalid type"),
-        (_of_schema({"not": {"type": "string"}}), 'Unimplemented keys: \\["not"\\]'),
-        (_of_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (_of_schema({"$ref": "#/$defs/nope"}), "nope"),
-        (_of_schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
-        (llguidance.LLMatcher.grammar_from_regex("(a|b"), "unclosed group"),
-        (llguidance.LLMatcher.grammar_from_regex("(?=a)b"), "look-around"),
-        (llguidance.LLMatcher.grammar_from_regex(""), "the empty one"),
-        ("start: foo", "unknown name"),
+        (of_schema({"type": "wrong"}), "Invalid type"),
+        (of_schema({"not": {"type": "string"}}), 'Unimplemented keys: \\["not"\\]'),
+        (of_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (of_schema({"$ref": "#/$defs/nope"}), "nope"),
+        (of_schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+        (of_regex("(a|b"), "unclosed group"),
+        (of_regex("(?=a)b"), "look-around"),
+        (of_regex(""), "the empty one"),
+        ({"lark_grammar": "start: foo"}, "unknown name"),
     ],
 )
-async def test_what_is_no_grammar_is_refused_with_the_reason(compiler: Compiler, text: str, says: str) -> None:
+async def test_what_is_no_grammar_is_refused_with_the_reason(compiler: Compiler, text: Entry, says: str) -> None:
     with pytest.raises(GrammarError, match=says):
         await compile_text(compiler, text)
 
@@ -161,38 +173,38 @@ async def test_what_is_no_grammar_is_refused_with_the_reason(compiler: Compiler,
 @pytest.mark.parametrize(
     "text",
     [
-        _of_schema(
+        of_schema(
             {"type": "object", "properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i + 1}}}$"} for i in range(500)}}
         ),
-        _of_schema({"allOf": [{"anyOf": [{"properties": {f"a{i}": {}}} for i in range(9)]} for _ in range(9)]}),
+        of_schema({"allOf": [{"anyOf": [{"properties": {f"a{i}": {}}} for i in range(9)]} for _ in range(9)]}),
     ],
 )
-async def test_what_is_too_complex_is_refused_at_once_or_when_it_is_met(compiler: Compiler, text: str) -> None:
+async def test_what_is_too_complex_is_refused_at_once_or_when_it_is_met(compiler: Compiler, text: Entry) -> None:
     with pytest.raises(GrammarError):
         drawn(await compile_text(compiler, text))
 
 
 async def test_what_was_compiled_lately_is_kept_and_no_more(compiler: Compiler) -> None:
-    first = await compile_text(compiler, _of_choice(["0"], ""))
+    first = await compile_text(compiler, of_choice(["0"], ""))
     for i in range(2 * MAX_CACHED):
-        await compile_text(compiler, _of_choice([str(i)], ""))
+        await compile_text(compiler, of_choice([str(i)], ""))
     assert len(compiler._cache) == MAX_CACHED
     first.accept(ids("0")[0])
     assert first.finished
-    assert not (await compile_text(compiler, _of_choice(["0"], ""))).finished
+    assert not (await compile_text(compiler, of_choice(["0"], ""))).finished
 
 
 async def test_too_many_that_wait_are_refused(compiler: Compiler) -> None:
-    asked = [asyncio.ensure_future(compile_text(compiler, _of_choice([str(i)], ""))) for i in range(MAX_PENDING + 5)]
+    asked = [asyncio.ensure_future(compile_text(compiler, of_choice([str(i)], ""))) for i in range(MAX_PENDING + 5)]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     assert sum(isinstance(answer, Refused) for answer in answers) == 5
-    await compile_text(compiler, _of_choice(["a"], ""))
+    await compile_text(compiler, of_choice(["a"], ""))
 
 
 async def test_a_tokenizer_that_cannot_be_used_fails_the_grammar_only() -> None:
     broken = Compiler(Vocabulary(lambda: "{}", SIZE, (END,)))
     with pytest.raises(GrammarError, match="tokenizer"):
-        await broken.compile(Grammar(text="start: /a/"), [END])
+        await broken.compile(grammar({"lark_grammar": "start: /a/"}), [END])
     broken.close()
 
 
@@ -201,7 +213,7 @@ async def test_other_tokenizers_and_larger_vocabularies(spare: int) -> None:
     tokenizer = byte_fallback()
     size = tokenizer.get_vocab_size() + spare
     compiler = Compiler(Vocabulary(tokenizer.to_str, size, (2,)))
-    matcher = await compiler.compile(Grammar(text=_of_choice(["quick brown fox", "x"], "")), [2])
+    matcher = await compiler.compile(grammar(of_choice(["quick brown fox", "x"], "")), [2])
     compiler.close()
     assert len(matcher.masks()) == -(-size // 32) * 4
     while not matcher.finished:
@@ -213,12 +225,12 @@ async def test_other_tokenizers_and_larger_vocabularies(spare: int) -> None:
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        (_of_choice(["yes", "no", 'a "quoted" \\ one\nof two lines', "東京都 🙂"], ""), None),
-        (_of_grammar('root ::= "a" b\nb ::= [0-9] | "ü" b', ""), None),
-        (_of_schema(ANY_OBJECT), dict),
+        (of_choice(["yes", "no", 'a "quoted" \\ one\nof two lines', "東京都 🙂"], ""), None),
+        (of_grammar('root ::= "a" b\nb ::= [0-9] | "ü" b', ""), None),
+        (of_schema(ANY_OBJECT), dict),
     ],
 )
-async def test_what_comes_out_matches(compiler: Compiler, text: str, options: type | None) -> None:
+async def test_what_comes_out_matches(compiler: Compiler, text: Entry, options: type | None) -> None:
     matcher = await compile_text(compiler, text)
     found = [drawn(await compile_text(compiler, text), seed) for seed in range(20)]
     assert any(found)
@@ -288,7 +300,7 @@ def test_json_of_any_schema_parses_and_validates(schema: dict[str, Any], seed: i
     async def compiled() -> Matcher:
         compiler = Compiler(_VOCABULARY)
         try:
-            return await compile_text(compiler, _of_schema(schema))
+            return await compile_text(compiler, of_schema(schema))
         finally:
             compiler.close()
 

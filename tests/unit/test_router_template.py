@@ -93,7 +93,10 @@ def test_the_file_beside_wins_over_the_configuration(tmp_path: Path) -> None:
 
 
 def test_a_list_of_templates_has_a_default(tmp_path: Path) -> None:
-    config(tmp_path, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
+    config(
+        tmp_path,
+        chat_template=[{"name": "tool_use", "template": "t{{ tools[0] }}"}, {"name": "default", "template": "d"}],
+    )
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render(USER) == "d"

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.messages import chat_messages
 from services.router.openai_types import NEUTRAL, ChatRequest, CompletionRequest
+from services.router.talk import Talk
 from services.router.validate import (
     Job,
     Limits,
-    chat_messages,
     check,
     completion_prompt,
     decode,
     plan,
-    template_kwargs,
 )
 from shared.errors import RequestError
 from tests.tiny_model import END, served_model
@@ -32,8 +32,7 @@ def chat(**fields: Any) -> Job:
     body = msgspec.json.encode({"model": "tiny", "messages": MESSAGES, **fields})
     request = decode(body, ChatRequest)
     check(request, MODEL)
-    chat_messages(request.messages)
-    template_kwargs(request)
+    Talk.of(request, MODEL)
     return plan(request, [5, 6, 7], MODEL, LIMITS)
 
 
@@ -127,7 +126,6 @@ def test_a_field_that_is_not_supported_takes_null_and_what_changes_nothing(name:
     [
         ("n", 2),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
@@ -240,7 +238,7 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         ({"messages": [{"content": "x"}]}, "messages.0.role", "is required"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "is required"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "takes text or a list"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "not supported"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "not supported"),
         (
             {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.1.content.0.type",
@@ -249,8 +247,8 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is required"),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
-            "messages.0.tool_calls",
-            "not supported",
+            "messages.0.tool_calls.0.function",
+            "is required",
         ),
         ({"model": None}, "model", "takes text, not null"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "cannot be set"),
