@@ -25,7 +25,7 @@ class PlannedRow:
 
     @property
     def samples(self) -> bool:
-        return self.end == len(self.sequence.tokens)
+        return self.end == len(self.sequence.tokens) and self.sequence.max_tokens > 0
 
 
 class DecodeScheduler:
@@ -101,6 +101,9 @@ class DecodeScheduler:
             row.sequence.computed = row.end
             if token is not None:
                 outcomes.append(self._take_token(row.sequence, token, i))
+            elif row.end == len(row.sequence.tokens):
+                outcomes.append(Outcome(row.sequence, finish="length", row=i))
+                self._drop(row.sequence)
         return outcomes
 
     def fail(self, rows: list[PlannedRow]) -> list[Sequence]:

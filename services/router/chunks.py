@@ -2,70 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from services.router.openai_types import Usage
+from services.router.openai_types import PromptTokensDetails, Usage
 from services.router.validate import Job
 from shared.messages import FinishReason
 
 _json = msgspec.json.Encoder().encode
 
 
-def usage_of(job: Job, completion_tokens: int) -> Usage:
-    prompt = len(job.tokens)
-    return Usage(prompt, completion_tokens, prompt + completion_tokens)
+CACHED = PromptTokensDetails(cached_tokens=0)
+"""There is no prefix cache: every prompt is computed whole."""
 
 
-def whole(
-    job: Job,
-    text: str,
-    reason: FinishReason,
-    completion_tokens: int,
-    token_ids: list[int],
-    logprobs: dict[str, Any] | None = None,
-) -> bytes:
-    """The body of an answer that is not streamed."""
+def usage_of(jobs: Sequence[Job], completion_tokens: int) -> Usage:
+    """`completion_tokens` over all of `jobs`, choices of one request; a prompt that several have counts once."""
+    return _usage(sum(len(job.tokens) for job in jobs if not job.repeats_prompt), completion_tokens)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, CACHED)
+
+
+def choice_of(
+    job: Job, text: str, reason: FinishReason, token_ids: list[int], logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One choice of an answer that is not streamed."""
     chat = job.kind == "chat"
     content: dict[str, Any] = (
         {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
     )
-    choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
+    choice = {"index": job.index, **content, "logprobs": logprobs, "finish_reason": reason}
+    if job.return_token_ids:
+        choice["token_ids"] = token_ids
+        if not chat:
+            choice["prompt_token_ids"] = job.tokens
+    return choice
+
+
+def whole(jobs: Sequence[Job], choices: list[dict[str, Any]], completion_tokens: int) -> bytes:
+    """The body of an answer that is not streamed. `completion_tokens` are those of all choices."""
+    job = jobs[0]
+    chat = job.kind == "chat"
     body: dict[str, Any] = {
         "id": job.id,
         "object": "chat.completion" if chat else "text_completion",
         "created": job.created,
         "model": job.model,
-        "choices": [choice],
-        "usage": usage_of(job, completion_tokens),
+        "system_fingerprint": job.fingerprint,
+        "choices": choices,
+        "usage": usage_of(jobs, completion_tokens),
     }
-    if job.return_token_ids:
-        choice["token_ids"] = token_ids
-        (body if chat else choice)["prompt_token_ids"] = job.tokens
+    if job.return_token_ids and chat:
+        body["prompt_token_ids"] = job.tokens
     return _json(body)
 
 
 class Chunks:
-    """The events of one stream."""
+    """The events of one choice of a stream."""
 
-    __slots__ = ("_chat", "_head", "_job", "_prompt_ids", "_tail", "_usage")
+    __slots__ = ("_chat", "_head", "_index", "_job", "_prompt_ids", "_tail")
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._chat = chat = job.kind == "chat"
         kind = "chat.completion.chunk" if chat else "text_completion"
-        head = _json({"id": job.id, "object": kind, "created": job.created, "model": job.model})
-        self._head = b"data: " + head[:-1] + b',"choices":['
-        self._usage = job.include_usage
+        shared = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+        self._head = b"data: " + _json({**shared, "system_fingerprint": job.fingerprint})[:-1] + b',"choices":['
+        self._index = job.index
         self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
         self._prompt_ids = job.return_token_ids
 
-    def first(self) -> bytes:
-        """What comes before the first text: the role (chat)."""
+    def first(self, logprobs: dict[str, Any] | None = None) -> bytes:
+        """What comes before the output: the role (chat), or the prompt where it is echoed, with its `logprobs`."""
         if self._chat:
             return self._chunk(b'"delta":{"role":"assistant","content":""}', [], b"null", 0, None)
-        return b""
+        return self.text(self._job.echo.text, [], 0, logprobs) if self._job.echo is not None else b""
 
     def text(
         self, text: str, token_ids: list[int], completion_tokens: int, logprobs: dict[str, Any] | None = None
@@ -82,14 +97,16 @@ class Chunks:
         completion_tokens: int,
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
-        """The rest of the text, the reason, and the usage chunk where it was asked for; not `[DONE]`."""
+        """The rest of the text, and the reason."""
         rest = self.text(text, [], completion_tokens) if text and self._chat else b""
         piece = b'"delta":{}' if self._chat else b'"text":' + _json(text)
-        end = self._chunk(piece, token_ids, b'"' + reason.encode() + b'"', completion_tokens, logprobs)
-        return rest + end + (self._usage_chunk(completion_tokens) if self._usage else b"")
+        return rest + self._chunk(piece, token_ids, b'"' + reason.encode() + b'"', completion_tokens, logprobs)
 
-    def _usage_chunk(self, completion_tokens: int) -> bytes:
-        return self._head + b'],"usage":' + _json(usage_of(self._job, completion_tokens)) + b"}\n\n"
+    def usage(self, jobs: Sequence[Job], completion_tokens: int) -> bytes:
+        """The chunk that follows all choices, where it was asked for."""
+        if not self._job.include_usage:
+            return b""
+        return self._head + b'],"usage":' + _json(usage_of(jobs, completion_tokens)) + b"}\n\n"
 
     def _chunk(
         self,
@@ -107,7 +124,15 @@ class Chunks:
                 prompt = b',"prompt_token_ids":' + _json(self._job.tokens)
                 ids, tail = (ids, prompt + tail) if self._chat else (ids + prompt, tail)
         if self._job.continuous_usage:
-            usage = _json(usage_of(self._job, completion_tokens))
+            usage = _json(_usage(len(self._job.tokens), completion_tokens))
             tail = tail.replace(b'"usage":null', b'"usage":' + usage)
         known = b"null" if logprobs is None else _json(logprobs)
-        return b'%b{"index":0,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (head, piece, known, reason, ids, tail)
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
+            head,
+            self._index,
+            piece,
+            known,
+            reason,
+            ids,
+            tail,
+        )

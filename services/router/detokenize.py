@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from functools import partial
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -30,7 +31,7 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """What a tokenizer says of each id; shared by all detokenizers of a model. Special tokens have no text."""
+    """What a tokenizer says of each id; shared by all detokenizers of a model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -39,11 +40,16 @@ class Vocabulary:
         self._alphabet = _byte_alphabet()
         self._bytes: dict[int, bytes] = {}
 
-    def detokenizer(self) -> Detokenizer:
-        return ByteLevel(self) if self.byte_level else Windowed(self)
+    def detokenizer(self, *, keep_special: bool = False) -> Detokenizer:
+        """Special tokens have text only where they are kept: their names."""
+        return (ByteLevel if self.byte_level else Windowed)(self, keep_special=keep_special)
+
+    def named_bytes_of(self, token: int) -> bytes:
+        """The same; a special token stands for its name."""
+        return self.spelled(token)[1] if token in self.special else self.bytes_of(token)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token of a byte-level tokenizer stands for."""
+        """The bytes that a token of a byte-level tokenizer stands for; none for a special token."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._look_up(token)
@@ -94,8 +100,8 @@ class ByteLevel:
 
     __slots__ = ("_bytes_of", "_decoder")
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._bytes_of = vocabulary.bytes_of
+    def __init__(self, vocabulary: Vocabulary, *, keep_special: bool = False) -> None:
+        self._bytes_of = vocabulary.named_bytes_of if keep_special else vocabulary.bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: list[int]) -> str:
@@ -112,15 +118,16 @@ class Windowed:
     of them cannot change its text any more, which is told by decoding them behind the anchor, the last token that had text:
     what a decoder does at the beginning of a text (dropping a space) is then done to the anchor."""
 
-    __slots__ = ("_anchor", "_held", "_vocabulary")
+    __slots__ = ("_anchor", "_held", "_keep_special", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, keep_special: bool = False) -> None:
         self._vocabulary = vocabulary
+        self._keep_special = keep_special
         self._anchor: list[int] = []
         self._held: list[int] = []
 
     def feed(self, tokens: list[int]) -> str:
-        special = self._vocabulary.special
+        special = () if self._keep_special else self._vocabulary.special
         pieces = []
         for token in tokens:
             if token not in special:
@@ -133,7 +140,7 @@ class Windowed:
         return self._release(final=True)
 
     def _release(self, *, final: bool) -> str:
-        decode = self._vocabulary.tokenizer.decode
+        decode = partial(self._vocabulary.tokenizer.decode, skip_special_tokens=not self._keep_special)
         before = decode(self._anchor)
         text = decode(self._anchor + self._held)
         if not final and text.endswith(_REPLACEMENT):

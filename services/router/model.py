@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from services.router.detokenize import Vocabulary
-from services.router.template import ChatTemplate
+from services.router.template import ChatTemplate, Ending
 from shared.errors import ModelError, RequestError
 from shared.messages import ModelIdentity
 
@@ -30,13 +33,20 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970, for /v1/models."""
 
     @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: while it is the same, so is what a seed draws, but for the order of float sums."""
+        return _fingerprint(self.identity.digest)
+
+    @property
     def max_positions(self) -> int:
         return self.identity.max_positions
 
-    def chat_prompt(self, messages: list[dict[str, Any]], kwargs: dict[str, Any] | None) -> str:
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], kwargs: dict[str, Any] | None, ending: Ending = "generation"
+    ) -> str:
         if self.template is None:
             raise RequestError(f"{self.name} has no chat template: use /v1/completions", param="messages")
-        return self.template.render(messages, kwargs)
+        return self.template.render(messages, kwargs, ending)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokens of `text`, with what the tokenizer's post-processor adds (a BOS) only where asked."""
@@ -44,9 +54,19 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
+    async def spans(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """Tokens of `text`, and where in it each begins, characters; 0 for what stands before it."""
+        (found,) = await asyncio.to_thread(self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
+        return found.ids, [start for start, _ in found.offsets]
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """By the batch interface: it lets go of the interpreter while it works, which `encode` does not."""
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+@cache
+def _fingerprint(digest: str) -> str:
+    return "fp_" + hashlib.sha256(f"{digest} {version('kvmesh')}".encode()).hexdigest()[:10]
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

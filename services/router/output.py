@@ -14,7 +14,7 @@ class Output:
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "tokens")
 
     def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
-        self._detokenizer = vocabulary.detokenizer()
+        self._detokenizer = vocabulary.detokenizer(keep_special=job.keep_special)
         self._stops = StopStrings(job.stops, keep=job.keep_stop)
         self._min_tokens = job.sampling.min_tokens if job.stops else 0
         self.tokens = 0

@@ -67,6 +67,7 @@ class Runner:
             end_ns=end_ns,
             counter=self.counter.value,
             logprobs=drawn.logprobs,
+            scores=drawn.scores,
         )
 
     def _advance(self) -> None:

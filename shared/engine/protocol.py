@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.layout import KvLayout
-from shared.messages import Sampling, TokenLogprob
+from shared.messages import Sampling, Scoring, TokenLogprob
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -68,6 +68,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     forbidden: list[int] = []
     """Tokens that cannot be drawn."""
+    scoring: Scoring | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -80,7 +81,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`sampled[i]` is row i's token, None where it asked for none; `logprobs` has those of the rows that asked for them, by
-    row. `begin_ns`, `end_ns`: CLOCK_MONOTONIC around the forward. `counter`: the layer counter after it."""
+    row; `scores[i]` are those of row i's `scoring`.
+
+    `begin_ns`, `end_ns`: CLOCK_MONOTONIC around the forward. `counter`: the layer counter after it."""
 
     step: int
     sampled: list[int | None]
@@ -88,6 +91,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     end_ns: int
     counter: int
     logprobs: dict[int, TokenLogprob] = {}
+    scores: dict[int, list[TokenLogprob]] = {}
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True, tag=True):

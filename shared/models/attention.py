@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from shared.messages import Sampling
+from shared.messages import Sampling, Scoring
 
 A = TypeVar("A")
 
@@ -28,6 +28,8 @@ class BatchRow(Protocol):
     def prompt_tokens(self) -> int: ...
     @property
     def forbidden(self) -> list[int]: ...
+    @property
+    def scoring(self) -> Scoring | None: ...
 
 
 class Attention(Protocol[A]):

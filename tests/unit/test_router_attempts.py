@@ -20,11 +20,15 @@ class Ear:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.scores: list[TokenLogprob] = []
         self.ends = 0
 
     def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> None:
         assert tokens
         self.tokens += tokens
+
+    def on_prompt(self, logprobs: list[TokenLogprob]) -> None:
+        self.scores += logprobs
 
     def on_end(self) -> None:
         self.ends += 1
