@@ -18,6 +18,7 @@ from services.router.attempts import Attempt
 from services.router.choices import jobs_of, prompt_of, together
 from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
+from services.router.openapi import add_openapi
 from services.router.relay import Request
 from services.router.service import RouterService
 from services.router.tokens_api import TokensApi
@@ -61,6 +62,7 @@ class Api:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{id:.+}", self.model)
         TokensApi(self._model, self._allowed).add_to(app)
+        add_openapi(app, self._model)
         add_health(app, self._service.readiness, self._service.metrics.registry)
         return app
 

@@ -25,6 +25,24 @@ MAX_BIASES = 1024
 MAX_CHOICES = 128
 """Of one request: prompts times `n`."""
 MAX_REPETITION_PENALTY = 100
+MOST = 2**31 - 1
+
+RANGES: dict[str, tuple[int, int, bool]] = {
+    "n": (1, MAX_CHOICES, False),
+    "temperature": (0, 2, False),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, False),
+    "top_k": (-1, MOST, False),
+    "seed": (-(2**63), 2**63 - 1, False),
+    "max_tokens": (0, MOST, False),
+    "max_completion_tokens": (0, MOST, False),
+    "min_tokens": (0, MOST, False),
+    "truncate_prompt_tokens": (1, MOST, False),
+    "presence_penalty": (-2, 2, False),
+    "frequency_penalty": (-2, 2, False),
+    "repetition_penalty": (0, MAX_REPETITION_PENALTY, True),
+}
+"""The least and the most of a parameter of both endpoints, and whether it must be above the least."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 Request = ChatRequest | CompletionRequest
@@ -221,15 +239,14 @@ def check(request: Request, model: ServedModel) -> None:
         _check_neutral(dict(zip(names, values, strict=True)))
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only for stream=true", param="stream_options")
-    _check_choices(request)
     _check_ranges(request)
+    _check_choices(request)
     _check_stops(request, model)
     logit_bias(request, model.identity.vocab_size)
     logprobs(request)
 
 
 def _check_choices(request: Common) -> None:
-    _range("n", request.n, 1, MAX_CHOICES)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _unsupported("best_of", f"best_of={request.best_of} is not supported, only as many as n")
     if request.echo and isinstance(request, ChatRequest):
@@ -260,20 +277,12 @@ def _unsupported(param: str, message: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
-def _check_ranges(request: Common) -> None:
-    _range("temperature", request.temperature, 0, 2)
-    _range("top_p", request.top_p, 0, 1, above=True)
-    _range("min_p", request.min_p, 0, 1)
-    _range("top_k", request.top_k, -1, 2**31 - 1)
-    _range("seed", request.seed, -(2**63), 2**63 - 1)
-    fewest = 0 if request.echo else 1
-    _range("max_tokens", request.max_tokens, fewest, 2**31 - 1)
-    _range("max_completion_tokens", request.max_completion_tokens, fewest, 2**31 - 1)
-    _range("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, 2**31 - 1)
-    _range("min_tokens", request.min_tokens, 0, 2**31 - 1)
-    _range("presence_penalty", request.presence_penalty, -2, 2)
-    _range("frequency_penalty", request.frequency_penalty, -2, 2)
-    _range("repetition_penalty", request.repetition_penalty, 0, MAX_REPETITION_PENALTY, above=True)
+def _check_ranges(request: Request) -> None:
+    if not request.echo:
+        _range("max_tokens", request.max_tokens, 1, MOST)
+        _range("max_completion_tokens", request.max_completion_tokens, 1, MOST)
+    for name, (low, high, above) in RANGES.items():
+        _range(name, getattr(request, name), low, high, above=above)
 
 
 def _range(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:

@@ -111,6 +111,7 @@ class Model:
         x = self._run(tokens, after_attention, fill_only=not wanted and not scored)
         scores = self._scores(rows, x) if scored else {}
         draws = self._drawn(rows, wanted, x) if wanted else Draws([None] * len(rows), {})
+        _check_scores(scores)  # only now: the other ranks have come to every collective with this one
         return draws._replace(scores=scores)
 
     def all_logits(self, rows: Sequence[BatchRow]) -> Floats:
@@ -167,8 +168,6 @@ class Model:
             if self._draws:
                 pairs = zip(logits, scoring.targets[some], strict=True)
                 found += [Distribution(at, scoring.top).of(target) for at, target in pairs]
-        if not all(math.isfinite(one.logprob) for one in found):
-            raise RowsFailed("the logits of a prompt are not numbers")
         return found
 
     def _drawn(self, rows: Sequence[BatchRow], wanted: Sequence[int], x: Floats) -> Draws:
@@ -203,6 +202,11 @@ def _check_scoring(scoring: Scoring, tokens: int, vocab: int) -> None:
         raise ValueError(f"scores from token {scoring.first} on, {len(scoring.targets)} in a row of {tokens}")
     if any(not 0 <= target < vocab for target in scoring.targets):
         raise ValueError(f"scores of a token outside of 0 .. {vocab - 1}")
+
+
+def _check_scores(scores: dict[int, list[TokenLogprob]]) -> None:
+    if not all(math.isfinite(one.logprob) for row in scores.values() for one in row):
+        raise RowsFailed("the logits of a prompt are not numbers")
 
 
 def _check_layout(config: ModelConfig, layout: KvLayout) -> None:
