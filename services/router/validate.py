@@ -386,12 +386,12 @@ def _max_tokens(request: Request, prompt: int, limits: Limits, param: str) -> in
     code = "context_length_exceeded"
     if prompt + 1 > most:
         raise RequestError(f"the prompt has {prompt} tokens: too long for {what}", param=param, code=code)
-    scored = request.echo and request.logprobs is not None
-    if limits.prefill_tokens is not None and prompt - 1 > limits.prefill_tokens and not scored:
-        message = f"the prompt has {prompt} tokens: too long for the prefill pool of {limits.prefill_tokens}"
-        raise RequestError(message, param=param, code=code)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    alone = request.echo and (request.logprobs is not None or asked == 0)
+    if limits.prefill_tokens is not None and prompt - 1 > limits.prefill_tokens and not alone:
+        message = f"the prompt has {prompt} tokens: too long for the prefill pool of {limits.prefill_tokens}"
+        raise RequestError(message, param=param, code=code)
     if request.min_tokens is not None and asked is not None and request.min_tokens > asked:
         message = f"min_tokens={request.min_tokens} is more than {name}={asked}"
         raise RequestError(message, param="min_tokens", code="invalid_value")

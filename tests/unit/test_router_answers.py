@@ -252,6 +252,29 @@ def test_a_whole_answer_is_cut_at_a_stop_string() -> None:
     assert said["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("stop", ["\U0001f642", "\u00e9\U0001f642", "x\u00e9", "\u6771"])
+async def test_a_stop_string_is_found_across_tokens_that_are_parts_of_characters(stop: str, keep: bool) -> None:
+    text = "ax\u00e9\U0001f642b\u6771c"
+    alphabet = "".join(word for word, _ in byte_level().pre_tokenizer.pre_tokenize_str(text))
+    pieces = [[byte_level().token_to_id(byte)] for byte in alphabet]
+    assert len(pieces) == len(text.encode()), "a token a byte"
+    asked = {"stops": (stop,), "keep_stop": keep}
+    answer, wire, at = streamed(**asked)
+    whole = WholeAnswer(job(**asked), VOCABULARY)
+    for piece in pieces:
+        if not answer.stopped:
+            if answer.on_tokens(piece, []) and not answer.stopped:
+                await answer.advance(at)
+            whole.on_tokens(piece, [])
+    await answer.advance(at)
+    await answer.finish(at)
+    wanted = text[: text.index(stop) + (len(stop) if keep else 0)]
+    assert deltas(wire) == wanted
+    assert body(whole, at)["choices"][0]["message"]["content"] == wanted
+    assert wire.chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("split", [1, 3, 100])
 def test_a_stop_string_counts_from_min_tokens_on(split: int) -> None:
     text = "ab STOP cd STOP ef"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.router.keys import digest
-from shared.messages import Accepted, Generate, RefusedReply, Reply
+from shared.messages import Accepted, Generate, RefusedReply, Reply, TokenLogprob
 from tests.broker import Broker
 from tests.fake_mesh import FakeDecoder, accepting, saying
 from tests.front import HI, Front, events, front, ids
@@ -125,14 +125,62 @@ async def test_one_that_fails_later_ends_the_stream_with_an_error(router: Front)
     await there.until(lambda: there.cancelled(there.generates[0]))
 
 
-async def test_a_client_that_leaves_cancels_all(router: Front) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_all(router: Front, stream: bool) -> None:
     there = await decoder(router, accepting)
-    request = asyncio.ensure_future(router.chat(n=3, stream=True))
+    request = asyncio.ensure_future(router.chat(n=3, stream=stream))
     await there.until(lambda: len(there.generates) == 3)
     await there.emit(there.generates[0], 0, ids(TEXT)[:1])
-    response = await request
-    response.close()
+    if stream:
+        (await request).close()
+    else:
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
     await there.until(lambda: len(there.cancels) == 3)
+
+
+async def test_first_tokens_that_end_the_sequence_end_the_answer(router: Front) -> None:
+    await decoder(router, saying())
+    status, body, _ = await router.answer(n=2)
+    assert status == 200
+    said = [(choice["message"]["content"], choice["finish_reason"]) for choice in body["choices"]]
+    assert said == [("", "stop")] * 2
+    assert body["usage"]["completion_tokens"] == 0
+    async with router.chat(n=2, stream=True) as response:
+        chunks = [json.loads(event) for event in events(await response.text())[:-1]]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert sorted(filter(None, reasons)) == ["stop", "stop"]
+
+
+async def test_a_large_echo_streams_whole_and_scores_that_were_lost_are_no_answer(router: Front) -> None:
+    tokens = [at % 300 for at in range(400)]
+    lose = False
+
+    async def script(there: FakeDecoder, generate: Generate) -> None:
+        assert generate.prefiller is None
+        assert generate.prompt_logprobs == 20
+        await there.reply_to.reply(Accepted(generate.attempt))
+        top = [(at, -1.0 - at) for at in range(20)]
+        for first in range(0, 399, 57):
+            if not (lose and first == 114):
+                scores = [TokenLogprob(-0.5, top)] * min(57, 399 - first)
+                await there.emit(generate, 0, [], scores=scores, scored=first)
+        await there.emit(generate, 0, [70], logprobs=[TokenLogprob(-0.25, top)], finish="length")
+
+    await decoder(router, script)
+    asked = {"model": "tiny", "prompt": tokens, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
+    async with router.session.post(router.url + "/v1/completions", json=asked) as response:
+        assert response.headers["x-kvmesh-path"] == "decode"
+        first, *_, last, done = events(await response.text())
+    assert len(first) > 64 << 10
+    known = json.loads(first)["choices"][0]["logprobs"]
+    assert known["token_logprobs"] == [None, *[-0.5] * 399]
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert done == "[DONE]"
+    lose = True
+    async with router.session.post(router.url + "/v1/completions", json=asked) as response:
+        assert response.status == 503
+        assert "log-probabilities" in (await response.json())["error"]["message"]
 
 
 async def test_one_is_tried_again_alone(router: Front) -> None:
