@@ -15,6 +15,9 @@ PROMPT = "The capital of France is"
 IDS = [0, 300, 41, 42, 350, 9, 77]
 LOW = {"temperature": 0, "max_tokens": 12}
 DRAWN = {"seed": 11, "max_tokens": 12}
+EF = {"41": 40, "42": 40}
+"""Tokens E and F, and no other."""
+LONG = {"temperature": 2, "seed": 5, "max_tokens": 30}
 HOT: dict[str, Any] = {**DRAWN, "temperature": 1.5, "ignore_eos": True}
 
 
@@ -88,10 +91,12 @@ REQUESTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         text(logit_bias={"1": 100}, **LOW),
         text(logit_bias={"1": 100}, ignore_eos=True, **LOW),
         text(logit_bias={"1": 100}, min_tokens=4, **LOW),
-        text(stop="e", **HOT),
-        chat(stop=["a", "th", "\u00e9", "o "], include_stop_str_in_output=True, **HOT),
         text(stop=["zzzz", "never"], min_tokens=3, **HOT),
-        text(logit_bias={"41": 30, "42": 30}, stop=["HIH", "IJI"], temperature=1, seed=5, max_tokens=20),
+        text(logit_bias=EF, stop="EFF", **LONG),
+        text(logit_bias=EF, stop=["FEE", "FFE", "FEFE"], include_stop_str_in_output=True, **LONG),
+        chat(logit_bias=EF, stop=["EE", "FF"], min_tokens=9, **LONG),
+        chat(logit_bias=EF, stop="FE", include_stop_str_in_output=True, logprobs=True, n=2, **LONG),
+        text(logit_bias={"227": 100}, stop="\ufffd\ufffd", **LOW),
         text(stop_token_ids=list(range(60, 190, 3)), **HOT),
         text(stop_token_ids=list(range(260, 320)), min_tokens=6, **HOT),
         text(logit_bias={"3": 100}, skip_special_tokens=False, stop="nt|><|ass", **LOW),
