@@ -115,6 +115,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class Scoring(msgspec.Struct, frozen=True):
+    """Log-probabilities that are wanted of tokens that are known: `targets` follow, one each, the tokens of a row from its
+    `first`-th on, from 0; with each the `top` likeliest."""
+
+    first: int
+    targets: list[int]
+    top: int
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How a row's next token is drawn. `temperature` 0 is greedy. `seed` is always set (minted where the client gave
     none): the draw for position p is a pure function of (seed, p), so that it depends on no batch mate and survives a
@@ -155,7 +164,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Router → decoder, request/reply (`Accepted` | `RefusedReply`): run this attempt.
 
-    `prefiller` is None exactly where the prompt has one token: there is nothing to prefill.
+    `prefiller` is None exactly where the decoder runs `alone`, the prompt too: where that has one token, its logits are wanted,
+    or nothing is to follow it (`max_tokens` 0).
     `stop_token_ids` end the output with reason "stop" and are not part of it; empty where `ignore_eos`.
     """
 
@@ -170,6 +180,12 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     budget_s: Number
     grammar: Grammar | None = None
     """The prefiller never hears of it."""
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    """The same as `Sampling.logprobs` for the prompt's tokens but the first."""
+
+    @property
+    def alone(self) -> bool:
+        return len(self.tokens) == 1 or self.max_tokens == 0 or self.prompt_logprobs is not None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -279,6 +295,10 @@ class Emit(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing | None = None
     logprobs: list[TokenLogprob] = []
     """One for each of `tokens`, where `Sampling.logprobs` asks for them."""
+    scores: list[TokenLogprob] = []
+    """Of the prompt's next tokens, where `Generate.prompt_logprobs` asks for them; all come before the first of `tokens`."""
+    scored: Count = 0
+    """How many came before these."""
 
 
 class EmitBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.kv.shards import layouts_fit
 from shared.layout import KvLayout
-from shared.messages import Announce, Generate, InstanceRef, ModelIdentity, RefusedReply
+from shared.messages import Generate, InstanceRef, ModelIdentity, RefusedReply
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def decide(generate: Generate, now: Capacity) -> RefusedReply | int:
         return no("stale_incarnation", f"this is {now.me.name} {now.me.incarnation:016x}")
     if generate.attempt in now.attempts:
         return no("duplicate", "an attempt with this id is already here", retryable=False)
-    if not prompt or generate.max_tokens < 1:
-        return no("invalid", "the prompt is empty, or max_tokens is below 1", retryable=False)
+    if not prompt or generate.max_tokens < 0:
+        return no("invalid", "the prompt is empty, or max_tokens is below 0", retryable=False)
     if prompt >= now.model.max_positions:
         return no(
             "invalid", f"{prompt} prompt tokens; the model has {now.model.max_positions} positions", retryable=False
@@ -75,10 +75,10 @@ def decide(generate: Generate, now: Capacity) -> RefusedReply | int:
     named = {*generate.stop_token_ids, *generate.sampling.logit_bias}
     if any(not 0 <= token < now.model.vocab_size for token in named):
         return no("invalid", f"a stop or biased token is outside 0 to {now.model.vocab_size - 1}", retryable=False)
-    longest = now.layout.pages_for(min(prompt + generate.max_tokens, now.model.max_positions))
+    longest = now.layout.pages_for(min(prompt + max(1, generate.max_tokens), now.model.max_positions))
     if longest > now.pool_pages:
         return no("invalid", f"prompt and output need {longest} pages; the pool has {now.pool_pages}", retryable=False)
-    if (mismatch := _mismatch(generate.prefiller, prompt, now)) is not None:
+    if (mismatch := _mismatch(generate, now)) is not None:
         return no("mismatch", mismatch)
     if now.draining:
         return no("draining", "this decoder is leaving")
@@ -101,9 +101,10 @@ def _shown(now: Capacity) -> str:
     return ", ".join(f"{room.free_pages} of {now.pool_pages}{owed[room.starved]}" for room in now.ranks)
 
 
-def _mismatch(prefiller: Announce | None, prompt: int, now: Capacity) -> str | None:
+def _mismatch(generate: Generate, now: Capacity) -> str | None:
+    prefiller = generate.prefiller
     if prefiller is None:
-        return "no prefiller is named, and the prompt has more than one token" if prompt > 1 else None
+        return None if generate.alone else "no prefiller is named, and the prompt has more than one token"
     if prefiller.drafter != now.drafter:
         ours, theirs = (name or "no drafter" for name in (now.drafter, prefiller.drafter))
         return f"speculate differs: prefiller has {theirs}, decoder has {ours}"

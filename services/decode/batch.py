@@ -21,7 +21,7 @@ from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.errors import AttemptFailed
 from shared.instance import Instance
 from shared.kv import plan
-from shared.messages import Emit, Timing
+from shared.messages import Emit, Timing, TokenLogprob
 from shared.telemetry import traces
 from shared.telemetry.metrics import Smoothed
 
@@ -54,10 +54,11 @@ class Batch:
         """Seconds of a step."""
 
     def start(self, attempt: Attempt) -> None:
-        """Its KV is here: all of the prompt but the last token, which its first step runs."""
+        """Its KV is here: all of the prompt but the last token, which its first step runs. Where none was to come, its first
+        steps compute it."""
         attempt.rank.pool.mark(attempt.id, "running")
         attempt.ready_ns = attempt.ready_ns or time.monotonic_ns()
-        attempt.sequence.computed = attempt.sequence.prompt_tokens - 1
+        attempt.sequence.computed = 0 if attempt.incoming is None else attempt.sequence.prompt_tokens - 1
         attempt.rank.scheduler.add(attempt.sequence)
         self._wake.set()
 
@@ -127,6 +128,9 @@ class Batch:
             self._metrics.step.observe(max(seconds))
 
     def _take(self, rank: DecodeRank, rows: list[PlannedRow], done: StepDone) -> None:
+        for number, scores in done.scores.items():
+            if not rows[number].sequence.cancelled:
+                self._emit_scores(rows[number], scores)
         for outcome in rank.scheduler.apply(rows, done.sampled, done.proposed):
             if outcome.error is None:
                 self._emit(outcome, done)
@@ -144,6 +148,12 @@ class Batch:
         if (attempt := self._attempts.get(sequence.attempt)) is not None:
             self.remove(attempt)
             self._attempts.finish_badly(attempt, error)
+
+    def _emit_scores(self, row: PlannedRow, scores: list[TokenLogprob]) -> None:
+        sequence = row.sequence
+        emit = Emit(attempt=sequence.attempt, index=0, scores=scores, scored=sequence.scored)
+        sequence.scored += len(scores)
+        self._outbox.add(sequence.router, emit)
 
     def _emit(self, outcome: Outcome, done: StepDone) -> None:
         sequence = outcome.sequence

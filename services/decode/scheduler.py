@@ -38,7 +38,7 @@ class PlannedRow:
 
     @property
     def samples(self) -> bool:
-        return self.end == len(self.sequence.tokens)
+        return self.end == len(self.sequence.tokens) and self.sequence.max_tokens > 0
 
 
 class DecodeScheduler:
@@ -134,6 +134,9 @@ class DecodeScheduler:
                 outcome = Outcome(row.sequence, row=i, drafted=drafted, accepted=accepted)
                 self._take_tokens(outcome, tokens)
                 outcomes.append(outcome)
+            elif row.end == len(row.sequence.tokens):
+                outcomes.append(Outcome(row.sequence, finish="length", row=i))
+                self._drop(row.sequence)
         return outcomes
 
     def fail(self, rows: list[PlannedRow]) -> list[Sequence]:

@@ -11,7 +11,7 @@ from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row
 from shared.errors import GrammarError
 from shared.grammar import Matcher
-from shared.messages import FinishReason, Generate, InstanceRef, Sampling
+from shared.messages import FinishReason, Generate, InstanceRef, Sampling, Scoring
 
 
 class Drafts(NamedTuple):
@@ -55,6 +55,9 @@ class Sequence:
     """As in `Row`, of the next one."""
     hidden: bytes = b""
     """As in `Row`, of the first one after the prefiller's."""
+    prompt_logprobs: int | None = None
+    scored: int = 0
+    """Of the prompt's tokens, the first not counted: their log-probabilities are out."""
 
     @classmethod
     def of(cls, generate: Generate, now: float) -> Sequence:
@@ -67,6 +70,7 @@ class Sequence:
             max_tokens=generate.max_tokens,
             stop_token_ids=frozenset(generate.stop_token_ids),
             deadline=now + generate.budget_s,
+            prompt_logprobs=generate.prompt_logprobs,
         )
 
     def forget_drafts(self) -> None:
@@ -81,8 +85,10 @@ class Sequence:
         """Its positions [start, end) in a step, and `drafts` after them. The tokens so far go along only where the draw looks at
         them."""
         tokens = self.tokens[start:end] + drafts.tokens
+        scoring = None if self.prompt_logprobs is None else self._scoring(start, end, self.prompt_logprobs)
         if not samples:
-            return Row(tokens=tokens, start=start, pages=pages, following=self.tokens[end])
+            following = self.tokens[end] if end < len(self.tokens) else None
+            return Row(tokens=tokens, start=start, pages=pages, following=following, scoring=scoring)
         output = len(self.tokens) - self.prompt_tokens
         return Row(
             tokens=tokens,
@@ -97,7 +103,13 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             mask=mask,
             forbidden=list(self.stop_token_ids) if output < self.sampling.min_tokens else [],
+            scoring=scoring,
         )
+
+    def _scoring(self, start: int, end: int, top: int) -> Scoring | None:
+        """What positions [start, end) say of the prompt that is not out yet: of one that is recomputed, nothing twice."""
+        first, last = max(start, self.scored), min(end, self.prompt_tokens - 1)
+        return Scoring(first - start, self.tokens[first + 1 : last + 1], top) if first < last else None
 
 
 @dataclass(slots=True)

@@ -155,7 +155,7 @@ class DecodeService:
         rank.pool.reserve(generate.attempt, admission.pages_at_admission(self._instance.layout, prompt))
         sequence = Sequence.of(generate, self._now())
         attempt = Attempt(sequence, rank, generate.prefiller, message.context, time.monotonic_ns())
-        if generate.prefiller is not None and prompt > 1:
+        if generate.prefiller is not None and not generate.alone:
             try:
                 attempt.incoming = self._receiver.expect(generate.attempt, generate.prefiller, prompt, rank)
             except Refused as refused:

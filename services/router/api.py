@@ -6,17 +6,19 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 from aiohttp import web
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
-from services.router.answers import OpenStream, StreamedAnswer, WholeAnswer
+from services.router.answers import OpenStream, Stream, StreamedAnswer, WholeAnswer, body_of
 from services.router.attempts import Attempt
+from services.router.choices import jobs_of, prompt_of, together
 from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
+from services.router.openapi import add_openapi
 from services.router.reasoning import Begins
 from services.router.relay import Request
 from services.router.service import RouterService
@@ -25,10 +27,10 @@ from services.router.talk import Talk
 from services.router.tokens_api import TokensApi
 from services.router.validate import (
     Job,
+    Prompt,
     check,
-    completion_prompt,
+    completion_prompts,
     decode,
-    plan,
 )
 from shared.errors import AttemptFailed, BusError, Refused, RequestError
 from shared.telemetry import traces
@@ -41,7 +43,7 @@ BODY_S = 30.0
 
 _LABEL = re.compile(r"[!-~]{1,128}")
 
-Prepare = Callable[[bytes], Awaitable[Job]]
+Prepare = Callable[[bytes], Awaitable[list[Job]]]
 
 
 class Api:
@@ -60,14 +62,15 @@ class Api:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{id:.+}", self.model)
         TokensApi(self._model, self._allowed).add_to(app)
+        add_openapi(app, self._model)
         add_health(app, self._service.readiness, self._service.metrics.registry)
         return app
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, "chat", self._chat_job)
+        return await self._answer(http, "chat", self._chat_jobs)
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, "completions", self._completion_job)
+        return await self._answer(http, "completions", self._completion_jobs)
 
     async def models(self, http: web.Request) -> web.Response:
         self._holder(http)
@@ -85,29 +88,30 @@ class Api:
         model = self._model
         return ModelCard(id=model.name, created=model.created, max_model_len=model.max_positions)
 
-    async def _chat_job(self, body: bytes) -> Job:
+    async def _chat_jobs(self, body: bytes) -> list[Job]:
         request = decode(body, ChatRequest)
         check(request, self._model)
         talk = Talk.of(request, self._model)
-        tokens = await self._model.encode(talk.prompt, add_special_tokens=False)
-        job = plan(request, tokens, self._model, self._service.limits())
-        return await self._constrained(talk.mannered(job), talk.constraint, talk.begins)
+        tokens = await self._model.encode(talk.prompt, add_special_tokens=bool(request.special_tokens))
+        prompt = Prompt(tokens[-(request.truncate_prompt_tokens or 0) :])
+        jobs = jobs_of(request, [prompt], self._model, self._service.limits())
+        return await self._constrained([talk.mannered(job) for job in jobs], talk.constraint, talk.begins)
 
-    async def _completion_job(self, body: bytes) -> Job:
+    async def _completion_jobs(self, body: bytes) -> list[Job]:
         request = decode(body, CompletionRequest)
         check(request, self._model)
-        prompt = completion_prompt(request.prompt, self._model.identity.vocab_size)
-        if isinstance(prompt, str):
-            prompt = await self._model.encode(prompt, add_special_tokens=request.special_tokens is not False)
-        job = plan(request, prompt, self._model, self._service.limits())
-        return await self._constrained(job, constraint(request), "closed")
+        given = completion_prompts(request.prompt, self._model.identity.vocab_size)
+        prompts = [await prompt_of(request, one, self._model) for one in given]
+        jobs = jobs_of(request, prompts, self._model, self._service.limits())
+        return await self._constrained(jobs, constraint(request), "closed")
 
-    async def _constrained(self, job: Job, wanted: Constraint | None, begins: Begins) -> Job:
+    async def _constrained(self, jobs: list[Job], wanted: Constraint | None, begins: Begins) -> list[Job]:
+        """All choices of a request match the same grammar."""
         if wanted is None:
-            return job
+            return jobs
         text = wanted.text(begins, self._model.marker)
-        grammar = await compiled(wanted, text, job.stop_token_ids, self._service.grammars)
-        return msgspec.structs.replace(job, grammar=grammar)
+        grammar = await compiled(wanted, text, jobs[0].stop_token_ids, self._service.grammars)
+        return [msgspec.structs.replace(job, grammar=grammar) for job in jobs]
 
     async def _answer(self, http: web.Request, endpoint: str, prepare: Prepare) -> web.StreamResponse:
         """One request, its span and its metrics; every error is answered here."""
@@ -139,20 +143,14 @@ class Api:
         if self._service.draining:
             raise Refused("this router is shutting down")
         with holder.request():
-            job = await prepare(await self._read(http))
-            span.set_attribute("kvmesh.prompt_tokens", len(job.tokens))
-            holder.admit(len(job.tokens))
-            answer: WholeAnswer | StreamedAnswer
-            if job.stream:
-                answer = StreamedAnswer(job, self._model.vocabulary, _opener(http, label))
-                answering = self._stream(job, answer, began, span)
-            else:
-                answer = WholeAnswer(job, self._model.vocabulary)
-                answering = self._whole(job, answer, began, label, span)
-            try:
-                return await answering
-            finally:
-                holder.charge(answer.tokens)
+            asked = await prepare(await self._read(http))
+            with holder.choices(len(asked)):
+                prompt_tokens = sum(len(job.tokens) for job in asked)
+                span.set_attribute("kvmesh.prompt_tokens", prompt_tokens)
+                holder.admit(prompt_tokens)
+                if asked[0].stream:
+                    return await self._stream(http, asked, holder, began, label, span)
+                return await self._whole(asked, holder, began, label, span)
 
     async def _allowed(self, http: web.Request) -> bytes:
         """The body, of whoever may send one."""
@@ -163,32 +161,43 @@ class Api:
         return self._keys.holder(http.headers.get("Authorization"))
 
     async def _whole(
-        self, job: Job, answer: WholeAnswer, began: float, label: str, span: Span
+        self, jobs: list[Job], holder: Holder, began: float, label: str, span: Span
     ) -> tuple[web.StreamResponse, str]:
-        request = self._request(job, answer, began)
-        attempt = await self._service.relay.run(request)
-        _note(span, request, attempt)
-        return web.Response(
-            body=answer.body(attempt), headers=_headers(attempt, label), content_type="application/json"
-        ), "ok"
+        answers = [WholeAnswer(job, self._model.vocabulary) for job in jobs]
+        requests = [self._request(job, answer, began) for job, answer in zip(jobs, answers, strict=True)]
+        try:
+            attempts = await together(self._service.relay.run, requests)
+        finally:
+            holder.charge(sum(answer.tokens for answer in answers))
+        _note(span, requests, attempts)
+        body, headers = body_of(answers, attempts), _headers(attempts, label)
+        return web.Response(body=body, headers=headers, content_type="application/json"), "ok"
 
     async def _stream(
-        self, job: Job, answer: StreamedAnswer, began: float, span: Span
+        self, http: web.Request, jobs: list[Job], holder: Holder, began: float, label: str, span: Span
     ) -> tuple[web.StreamResponse, str]:
-        request = self._request(job, answer, began)
+        stream = Stream(jobs, _opener(http, label))
+        answers = [StreamedAnswer(job, self._model.vocabulary, stream) for job in jobs]
+        requests = [self._request(job, answer, began) for job, answer in zip(jobs, answers, strict=True)]
+
+        async def run(at: int) -> Attempt:
+            attempt = await self._service.relay.run(requests[at])
+            await answers[at].finish(attempt)
+            return attempt
+
         outcome = "ok"
         try:
-            attempt = await self._service.relay.run(request)
-            _note(span, request, attempt)
-            await answer.finish(attempt)
+            _note(span, requests, await together(run, range(len(jobs))))
         except KNOWN as error:
-            if answer.events is None:
+            if stream.events is None:
                 raise
             outcome = outcome_of(error)
             span.record_exception(error)
-            await answer.fail(describe(error).body)
-        assert answer.events is not None
-        return answer.events.response, outcome
+            await stream.fail(describe(error).body)
+        finally:
+            holder.charge(sum(answer.tokens for answer in answers))
+        assert stream.events is not None
+        return stream.events.response, outcome
 
     async def _read(self, http: web.Request) -> bytes:
         if http.content.is_eof():
@@ -239,28 +248,31 @@ def _label(http: web.Request) -> str:
 
 def _opener(http: web.Request, label: str) -> OpenStream:
     async def open_stream(attempt: Attempt, first: bytes) -> EventStream:
-        return await EventStream.open(http, _headers(attempt, label), first)
+        return await EventStream.open(http, _headers([attempt], label), first)
 
     return open_stream
 
 
-def _headers(attempt: Attempt, label: str) -> dict[str, str]:
+def _headers(attempts: Sequence[Attempt], label: str) -> dict[str, str]:
+    """Of each choice, by commas; of a stream, what is known when it begins: of the choice that was first."""
     return {
-        "x-kvmesh-path": attempt.pair.path,
-        "x-kvmesh-attempt": attempt.id,
-        "x-kvmesh-tries": str(attempt.number),
+        "x-kvmesh-path": ",".join(dict.fromkeys(attempt.pair.path for attempt in attempts)),
+        "x-kvmesh-attempt": ",".join(attempt.id for attempt in attempts),
+        "x-kvmesh-tries": ",".join(str(attempt.number) for attempt in attempts),
         "x-request-id": label,
     }
 
 
-def _note(span: Span, request: Request, attempt: Attempt) -> None:
+def _note(span: Span, requests: Sequence[Request], attempts: Sequence[Attempt]) -> None:
     if not span.is_recording():
         return
-    span.set_attribute("kvmesh.path", attempt.pair.path)
-    span.set_attribute("kvmesh.attempt", attempt.id)
-    span.set_attribute("kvmesh.output_tokens", attempt.received)
-    if request.first_at is not None:
-        span.set_attribute("kvmesh.ttft_s", request.first_at - request.began)
+    headers = _headers(attempts, "")
+    span.set_attribute("kvmesh.path", headers["x-kvmesh-path"])
+    span.set_attribute("kvmesh.attempt", headers["x-kvmesh-attempt"])
+    span.set_attribute("kvmesh.output_tokens", sum(attempt.received for attempt in attempts))
+    first = [request.first_at - request.began for request in requests if request.first_at is not None]
+    if first:
+        span.set_attribute("kvmesh.ttft_s", min(first))
 
 
 def _json(body: msgspec.Struct) -> web.Response:

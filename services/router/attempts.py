@@ -29,6 +29,10 @@ class Listener(Protocol):
         """`logprobs`: one a token, or none at all."""
         ...
 
+    def on_prompt(self, logprobs: list[TokenLogprob]) -> None:
+        """Of the prompt's next tokens, from its second; all before the first `on_tokens` and before a good end."""
+        ...
+
     def on_end(self) -> None:
         """`finish` or `failure` is set now."""
         ...
@@ -49,11 +53,14 @@ class Attempt:
         "number",
         "pair",
         "received",
+        "scored",
+        "scores",
         "settled",
         "timing",
     )
 
-    def __init__(self, pair: Pair, listener: Listener, now: float) -> None:
+    def __init__(self, pair: Pair, listener: Listener, now: float, *, scores: int = 0) -> None:
+        """`scores`: so many of the prompt's tokens come with their log-probabilities before the first token."""
         self.id = secrets.token_hex(16)
         self.pair = pair
         self.listener = listener
@@ -63,6 +70,8 @@ class Attempt:
         """The decoder has said yes; or shown it, by a first message about the attempt."""
         self.received = 0
         """Tokens here."""
+        self.scores, self.scored = scores, 0
+        """Of the prompt's tokens: wanted, and here."""
         self.heard_at = now
         self.listed = False
         """The decoder has spoken of it in its stream: from then on it must be in every `StreamStatus`."""
@@ -102,6 +111,10 @@ class Attempt:
             what = f"{len(emit.logprobs)} log-probabilities for {len(emit.tokens)} tokens"
             self.fail(AttemptFailed("stream", what, retryable=True))
             return
+        lost = self._take_scores(emit)
+        if lost:
+            self.fail(AttemptFailed("stream", f"the log-probabilities of {lost} prompt token(s) were lost on the way"))
+            return
         known = self.received - emit.index
         fresh = emit.tokens[known:]
         if fresh:
@@ -116,6 +129,16 @@ class Attempt:
             self.settled = True
             self.finish = emit.finish
             self.listener.on_end()
+
+    def _take_scores(self, emit: Emit) -> int:
+        """How many of the prompt's are missing. As with tokens, what is here already is dropped."""
+        if emit.scores and emit.scored <= self.scored:
+            if fresh := emit.scores[self.scored - emit.scored :]:
+                self.scored += len(fresh)
+                self.listener.on_prompt(fresh)
+        elif emit.scores:
+            return emit.scored - self.scored
+        return self.scores - self.scored if emit.tokens or emit.finish is not None else 0
 
     def check(self, emitted: int | None, now: float) -> None:
         """What a status says of it: tokens emitted so far, None where it is not listed. A status is in order with the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from functools import partial
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -30,7 +31,7 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """What a tokenizer says of each id; shared by all detokenizers of a model. Special tokens have no text."""
+    """What a tokenizer says of each id; shared by all detokenizers of a model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -39,12 +40,16 @@ class Vocabulary:
         self._alphabet = _byte_alphabet()
         self._bytes: dict[int, bytes] = {}
 
-    def detokenizer(self, shown: frozenset[int] = frozenset()) -> Detokenizer:
-        """`shown`: special tokens that have text all the same, their names."""
-        return ByteLevel(self, shown) if self.byte_level else Windowed(self, shown)
+    def detokenizer(self, shown: frozenset[int] = frozenset(), *, keep_special: bool = False) -> Detokenizer:
+        """Special tokens have text, their names, only where they are `shown`, or all are kept."""
+        return (ByteLevel if self.byte_level else Windowed)(self, shown, keep_special=keep_special)
+
+    def named_bytes_of(self, token: int) -> bytes:
+        """The same; a special token stands for its name."""
+        return self.spelled(token)[1] if token in self.special else self.bytes_of(token)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token of a byte-level tokenizer stands for."""
+        """The bytes that a token of a byte-level tokenizer stands for; none for a special token."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._look_up(token)
@@ -95,9 +100,14 @@ class ByteLevel:
 
     __slots__ = ("_bytes_of", "_decoder")
 
-    def __init__(self, vocabulary: Vocabulary, shown: frozenset[int]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset(), *, keep_special: bool = False
+    ) -> None:
         named = {token: vocabulary.spelled(token)[1] for token in shown}
-        self._bytes_of = (lambda t: named.get(t) or vocabulary.bytes_of(t)) if named else vocabulary.bytes_of
+        if keep_special:
+            self._bytes_of = vocabulary.named_bytes_of
+        else:
+            self._bytes_of = (lambda t: named.get(t) or vocabulary.bytes_of(t)) if named else vocabulary.bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: list[int]) -> str:
@@ -114,16 +124,19 @@ class Windowed:
     of them cannot change its text any more, which is told by decoding them behind the anchor, the last token that had text:
     what a decoder does at the beginning of a text (dropping a space) is then done to the anchor."""
 
-    __slots__ = ("_anchor", "_held", "_shown", "_vocabulary")
+    __slots__ = ("_anchor", "_held", "_keep_special", "_shown", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
-        self._shown = shown
+    def __init__(
+        self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset(), *, keep_special: bool = False
+    ) -> None:
+        self._shown = frozenset() if keep_special else shown
         self._vocabulary = vocabulary
+        self._keep_special = keep_special
         self._anchor: list[int] = []
         self._held: list[int] = []
 
     def feed(self, tokens: list[int]) -> str:
-        special = self._vocabulary.special
+        special = () if self._keep_special else self._vocabulary.special
         pieces: list[str] = []
         for token in tokens:
             if token in self._shown:
@@ -138,7 +151,7 @@ class Windowed:
         return self._release(final=True)
 
     def _release(self, *, final: bool) -> str:
-        decode = self._vocabulary.tokenizer.decode
+        decode = partial(self._vocabulary.tokenizer.decode, skip_special_tokens=not self._keep_special)
         before = decode(self._anchor)
         text = decode(self._anchor + self._held)
         if not final and text.endswith(_REPLACEMENT):

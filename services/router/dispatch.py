@@ -41,10 +41,12 @@ class Need(msgspec.Struct, frozen=True):
     prompt_tokens: int
     avoid: Mapping[InstanceRef, int] = {}
     """Instances on which this request has just failed, and their count of heartbeats then: not before the next one."""
+    alone: bool = False
+    """A decoder computes the prompt too."""
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Where an attempt goes. No prefiller: the prompt has one token."""
+    """Where an attempt goes. No prefiller: the decoder computes the prompt too."""
 
     decoder: Instance
     prefiller: Instance | None
@@ -73,7 +75,7 @@ def choose(
     """The pair for a request, among usable instances. Chooses only; `reserve` takes the place."""
     if not decoders:
         return NoPair("no decode instance is ready")
-    if need.prompt_tokens == 1:
+    if need.alone:
         return _alone(decoders, need, now)
     if not prefillers:
         return NoPair("no prefill instance is ready")

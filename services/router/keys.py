@@ -74,14 +74,28 @@ class Holder:
     @contextmanager
     def request(self) -> Iterator[None]:
         """Counts a request while it runs. Raises `Refused` with 429 where the key has too many already."""
+        with self._counted(1):
+            yield
+
+    @contextmanager
+    def choices(self, count: int) -> Iterator[None]:
+        """Within `request`: each of a request's choices counts as one. Raises also `RequestError` where they never fit."""
         most = self._entry.max_concurrent
-        if most is not None and self._running >= most:
+        if most is not None and count > most:
+            raise RequestError(f"{count} choices: this key may have {most} at once", param="n", code="invalid_value")
+        with self._counted(count - 1):
+            yield
+
+    @contextmanager
+    def _counted(self, more: int) -> Iterator[None]:
+        most = self._entry.max_concurrent
+        if most is not None and self._running + more > most:
             raise Refused(f"this key may have {most} request(s) at once", status=429, retry_after_s=BUSY_RETRY_S)
-        self._running += 1
+        self._running += more
         try:
             yield
         finally:
-            self._running -= 1
+            self._running -= more
 
     def admit(self, prompt_tokens: int) -> None:
         """Charges a prompt, where something is left of this minute's tokens; raises `Refused` with 429 else. How long the

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Collection
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """How it writes tool calls and thoughts."""
 
     @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: while it is the same, so is what a seed draws, but for the order of float sums."""
+        return _fingerprint(self.identity.digest)
+
+    @property
     def max_positions(self) -> int:
         return self.identity.max_positions
 
@@ -64,9 +72,19 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
+    async def spans(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """Tokens of `text`, and where in it each begins, characters; 0 for what stands before it."""
+        (found,) = await asyncio.to_thread(self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
+        return found.ids, [start for start, _ in found.offsets]
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """By the batch interface: it lets go of the interpreter while it works, which `encode` does not."""
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+@cache
+def _fingerprint(digest: str) -> str:
+    return "fp_" + hashlib.sha256(f"{digest} {version('kvmesh')}".encode()).hexdigest()[:10]
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -130,6 +130,14 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Only the prompt's last so many tokens."""
+    n: int | None = None
+    best_of: int | None = None
+    """Only as many as `n`: nothing is made that is not answered."""
+    echo: bool | None = None
+    """Completions only."""
     request_id: str | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -145,15 +153,11 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prediction: Any = None
 
     # Not supported: see `NEUTRAL`.
-    n: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
-    skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
-    echo: Any = None
-    best_of: Any = None
+    """Of no effect with the tokenizers that are served: they put no spaces there."""
     priority: Any = None
-    truncate_prompt_tokens: Any = None
     prompt_logprobs: Any = None
 
 
@@ -162,6 +166,11 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The prompt ends within the last message, which the answer goes on with."""
+    special_tokens: bool | None = msgspec.field(default=None, name="add_special_tokens")
+    """Default: false, for a template writes its own."""
 
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -178,29 +187,21 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     audio: Any = None
     web_search_options: Any = None
     verbosity: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    add_special_tokens: Any = None
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[Any]
-    """Text, token ids, or a list that holds one of these."""
+    """Text, token ids, or a list of either."""
     logprobs: int | None = None
     suffix: Any = None
     special_tokens: bool | None = msgspec.field(default=None, name="add_special_tokens")
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "echo": (False,),
-    "best_of": (1,),
     "priority": (0,),
-    "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -208,12 +209,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "verbosity": ("medium",),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
     "suffix": ("",),
 }
 """Fields that are not supported, and the values besides null that ask for nothing."""
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
@@ -224,6 +226,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
     """Of a model that thinks."""
 

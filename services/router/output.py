@@ -14,7 +14,8 @@ class Output:
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "tokens")
 
     def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
-        self._detokenizer = vocabulary.detokenizer(job.manners.shown if job.manners is not None else frozenset())
+        shown = job.manners.shown if job.manners is not None else frozenset()
+        self._detokenizer = vocabulary.detokenizer(shown, keep_special=job.keep_special)
         self._stops = StopStrings(job.stops, keep=job.keep_stop)
         self._min_tokens = job.sampling.min_tokens if job.stops else 0
         self.tokens = 0

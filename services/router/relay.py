@@ -61,6 +61,10 @@ class Consumer(Protocol):
         more tokens are."""
         ...
 
+    def on_prompt(self, logprobs: list[TokenLogprob]) -> None:
+        """Takes those of the prompt's next tokens, all of which come before the first token."""
+        ...
+
     async def advance(self, attempt: Attempt) -> None:
         """In the request's task, after `on_tokens` asked for it or the attempt ended: sends what waits."""
         ...
@@ -98,6 +102,9 @@ class Request:
         self.last_at = now
         if self.consumer.on_tokens(tokens, logprobs):
             self.wanted.set()
+
+    def on_prompt(self, logprobs: list[TokenLogprob]) -> None:
+        self.consumer.on_prompt(logprobs)
 
     def on_end(self) -> None:
         self.wanted.set()
@@ -245,6 +252,7 @@ class Relay:
             sampling=job.sampling,
             max_tokens=job.max_tokens,
             stop_token_ids=job.stop_token_ids,
+            prompt_logprobs=job.prompt_logprobs,
             budget_s=request.deadline - self._loop.time(),
             grammar=job.grammar,
         )
@@ -287,14 +295,15 @@ class Relay:
         """For the line: a place is an attempt that is counted on its pair."""
         now = self._loop.time()
         prompt_tokens = len(request.job.tokens)
-        need = Need(prompt_tokens, request.avoid)
+        scored = request.job.prompt_logprobs is not None
+        need = Need(prompt_tokens, request.avoid, alone=request.job.alone)
         choice = choose(self._registry.decoders, self._registry.prefillers, need, now)
         if isinstance(choice, NoPair):
             return NoPair(self._registry.missing() or choice.reason)
         if not isinstance(choice, Pair):
             return choice
         self._turn += 1
-        attempt = Attempt(choice, request, now)
+        attempt = Attempt(choice, request, now, scores=prompt_tokens - 1 if scored else 0)
         reserve(choice, attempt.id, prompt_tokens, self._turn)
         self.table.add(attempt)
         return attempt

@@ -12,7 +12,7 @@ from services.router.reasoning import Begins, begins
 from services.router.speech import Manners
 from services.router.structured import Constraint, constraint
 from services.router.tools import Tools, calls_grammar, only_calls, tools_of
-from services.router.validate import Job, template_kwargs
+from services.router.validate import Job, chat_ending, template_kwargs
 
 
 class Talk(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,13 +25,14 @@ class Talk(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, request: ChatRequest, model: ServedModel) -> Talk:
         """Raises `RequestError`."""
-        manner, tools = model.manner, tools_of(request, model.manner)
+        manner, tools, ending = model.manner, tools_of(request, model.manner), chat_ending(request)
         prompt = model.chat_prompt(
             chat_messages(request.messages, arguments_as_text=manner.arguments_as_text),
             template_kwargs(request, model),
             tools.for_template if tools is not None else None,
+            ending,
         )
-        begin: Begins = begins(prompt) if manner.thinks else "closed"
+        begin: Begins = begins(prompt) if manner.thinks and ending == "generation" else "closed"
         markers = {THINK, THOUGHT} if manner.thinks else set()
         manners = Manners(
             thinks=begin,

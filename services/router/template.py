@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -16,6 +16,10 @@ from shared.errors import ModelError, RequestError
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"})
 """Names that `chat_template_kwargs` cannot set."""
+
+
+Ending = Literal["generation", "messages", "within"]
+"""Where a prompt ends: where the assistant's answer begins, after the last message, or within it, at the end of its text."""
 
 
 class ChatTemplate:
@@ -52,8 +56,23 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        ending: Ending = "generation",
     ) -> str:
-        """The prompt, up to where the assistant's answer begins. `RequestError` where the template rejects the messages."""
+        """The prompt, up to `ending`. `RequestError` where the template rejects the messages."""
+        if ending == "within" and not messages[-1]["content"]:
+            message = "continue_final_message: the last message has no text to go on with"
+            raise RequestError(message, param="continue_final_message")
+        text = self._render(messages, kwargs, tools, add_generation_prompt=ending == "generation")
+        return _until_last(text, messages[-1]["content"]) if ending == "within" else text
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
         try:
             return (self._with_tools if tools else self._template).render(
                 **self._tokens,
@@ -61,10 +80,19 @@ class ChatTemplate:
                 messages=messages,
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             raise RequestError(f"the chat template rejects these messages: {error}", param="messages") from None
+
+
+def _until_last(text: str, content: str) -> str:
+    """`text` up to the end of `content`, the last message's, of which a template may have trimmed the ends."""
+    for written in (content, content.rstrip(), content.lstrip(), content.strip()):
+        if written and (at := text.rfind(written)) >= 0:
+            return text[: at + len(written)]
+    message = "continue_final_message: the chat template does not write the last message as it is"
+    raise RequestError(message, param="continue_final_message")
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ import msgspec
 from services.router.model import ServedModel
 from services.router.openai_types import NEUTRAL, ChatRequest, Common, CompletionRequest
 from services.router.speech import Manners
-from services.router.template import RESERVED
+from services.router.template import RESERVED, Ending
 from shared.errors import RequestError
 from shared.messages import Grammar, Sampling
 
@@ -23,13 +23,42 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_CHOICES = 128
+"""Of one request: prompts times `n`."""
 MAX_REPETITION_PENALTY = 100
+MOST = 2**31 - 1
+
+RANGES: dict[str, tuple[int, int, bool]] = {
+    "n": (1, MAX_CHOICES, False),
+    "temperature": (0, 2, False),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, False),
+    "top_k": (-1, MOST, False),
+    "seed": (-(2**63), 2**63 - 1, False),
+    "max_tokens": (0, MOST, False),
+    "max_completion_tokens": (0, MOST, False),
+    "min_tokens": (0, MOST, False),
+    "truncate_prompt_tokens": (1, MOST, False),
+    "presence_penalty": (-2, 2, False),
+    "frequency_penalty": (-2, 2, False),
+    "repetition_penalty": (0, MAX_REPETITION_PENALTY, True),
+}
+"""The least and the most of a parameter of both endpoints, and whether it must be above the least."""
 
 R = TypeVar("R", bound=msgspec.Struct)
+Request = ChatRequest | CompletionRequest
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt. `text` and `starts` (where in it each token begins, characters) only where it is to be echoed."""
+
+    tokens: list[int]
+    text: str = ""
+    starts: list[int] = []
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One sound request, ready for a decoder."""
+    """One choice of a sound request, ready for a decoder. All choices of a request have one `id`."""
 
     id: str
     kind: Literal["chat", "completion"]
@@ -49,6 +78,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the output must match; it has been compiled here."""
     manners: Manners | None = None
     """None: the output is text and nothing else."""
+    index: int = 0
+    """Of the choice."""
+    repeats_prompt: bool = False
+    """An earlier choice has the same prompt, and it was counted there."""
+    fingerprint: str = ""
+    echo: Prompt | None = None
+    """What comes before the output."""
+    keep_special: bool = False
+    """Special tokens have text."""
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """As in `Generate`."""
+        return None if self.echo is None else self.sampling.logprobs
+
+    @property
+    def alone(self) -> bool:
+        """It runs at a decoder alone: see `Generate.prefiller`."""
+        return len(self.tokens) == 1 or self.max_tokens == 0 or self.prompt_logprobs is not None
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -107,6 +155,16 @@ def _explained(text: str) -> RequestError:
     return RequestError(f"{where or 'the body'}: {detail}", param=where or None, code="invalid_type")
 
 
+def chat_ending(request: ChatRequest) -> Ending:
+    """Where the prompt is to end."""
+    if not request.continue_final_message:
+        return "messages" if request.add_generation_prompt is False else "generation"
+    if request.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt cannot both be true"
+        raise RequestError(message, param="continue_final_message", code="invalid_value")
+    return "within"
+
+
 def template_kwargs(request: ChatRequest, model: ServedModel) -> dict[str, Any] | None:
     for name in request.chat_template_kwargs or {}:
         if name in RESERVED or not name.isidentifier():
@@ -120,23 +178,33 @@ def template_kwargs(request: ChatRequest, model: ServedModel) -> dict[str, Any] 
     return {**(request.chat_template_kwargs or {}), "reasoning_effort": request.reasoning_effort}
 
 
-def completion_prompt(prompt: str | list[Any], vocab_size: int) -> str | list[int]:
-    """The one prompt of a completion: text or token ids, alone or in a list."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+def completion_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+    """The prompts of a completion: text or token ids, one or a list of them."""
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MAX_CHOICES:
+        raise RequestError(f"prompt: takes at most {MAX_CHOICES} prompts, not {len(prompts)}", param="prompt")
+    return [
+        _completion_prompt(one, f"prompt.{i}" if len(prompts) > 1 else "prompt", vocab_size)
+        for i, one in enumerate(prompts)
+    ]
+
+
+def _completion_prompt(prompt: Any, param: str, vocab_size: int) -> str | list[int]:
+    if not isinstance(prompt, str | list):
+        raise RequestError(f"{param} is neither text nor a list of token ids", param=param, code="invalid_type")
     if not prompt:
-        raise RequestError("prompt is empty", param="prompt", code="empty_string")
+        raise RequestError(f"{param} is empty", param=param, code="empty_string")
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt[0], str | list):
-        raise _unsupported("prompt", f"prompt: {len(prompt)} prompts in one request are not supported, only one is")
     for token in prompt:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise RequestError(f"prompt: {token!r} is not a token id from 0 to {vocab_size - 1}", param="prompt")
+            shown = _shown(token)
+            raise RequestError(f"{param}: {shown} is not a token id from 0 to {vocab_size - 1}", param=param)
     return prompt
 
 
-def check(request: Common, model: ServedModel) -> None:
+def check(request: Request, model: ServedModel) -> None:
     """What needs no tokens: the model's name, parameters' ranges, parameters that are not supported."""
     if request.model != model.name:
         message = f"the model {request.model!r} does not exist here; this is {model.name!r}"
@@ -148,9 +216,17 @@ def check(request: Common, model: ServedModel) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only for stream=true", param="stream_options")
     _check_ranges(request)
+    _check_choices(request)
     _check_stops(request, model)
     logit_bias(request, model.identity.vocab_size)
     logprobs(request)
+
+
+def _check_choices(request: Common) -> None:
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise _unsupported("best_of", f"best_of={request.best_of} is not supported, only as many as n")
+    if request.echo and isinstance(request, ChatRequest):
+        raise _unsupported("echo", "echo is not supported for chat: use /v1/completions")
 
 
 _UNSUPPORTED: dict[type, tuple[str, ...]] = {
@@ -177,18 +253,12 @@ def _unsupported(param: str, message: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
-def _check_ranges(request: Common) -> None:
-    _range("temperature", request.temperature, 0, 2)
-    _range("top_p", request.top_p, 0, 1, above=True)
-    _range("min_p", request.min_p, 0, 1)
-    _range("top_k", request.top_k, -1, 2**31 - 1)
-    _range("seed", request.seed, -(2**63), 2**63 - 1)
-    _range("max_tokens", request.max_tokens, 1, 2**31 - 1)
-    _range("max_completion_tokens", request.max_completion_tokens, 1, 2**31 - 1)
-    _range("min_tokens", request.min_tokens, 0, 2**31 - 1)
-    _range("presence_penalty", request.presence_penalty, -2, 2)
-    _range("frequency_penalty", request.frequency_penalty, -2, 2)
-    _range("repetition_penalty", request.repetition_penalty, 0, MAX_REPETITION_PENALTY, above=True)
+def _check_ranges(request: Request) -> None:
+    if not request.echo:
+        _range("max_tokens", request.max_tokens, 1, MOST)
+        _range("max_completion_tokens", request.max_completion_tokens, 1, MOST)
+    for name, (low, high, above) in RANGES.items():
+        _range(name, getattr(request, name), low, high, above=above)
 
 
 def _range(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
@@ -225,12 +295,11 @@ def logit_bias(request: Common, vocab_size: int) -> dict[int, float]:
     return {int(token): bias for token, bias in given.items()}
 
 
-def logprobs(request: Common) -> int | None:
+def logprobs(request: Request) -> int | None:
     """How many of the likeliest tokens to name with each; None: no log-probabilities."""
     if isinstance(request, CompletionRequest):
         _range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
         return request.logprobs
-    assert isinstance(request, ChatRequest)
     _range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs is only for logprobs=true", param="top_logprobs", code="invalid_value")
@@ -241,8 +310,8 @@ def stop_strings(request: Common) -> tuple[str, ...]:
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
 
 
-def plan(request: Common, tokens: list[int], model: ServedModel, limits: Limits) -> Job:
-    """The job for a checked request whose prompt is `tokens`."""
+def plan(request: Request, prompt: Prompt, model: ServedModel, limits: Limits) -> Job:
+    """The job of the first choice for a checked request's prompt."""
     chat = isinstance(request, ChatRequest)
     options = request.stream_options
     return Job(
@@ -250,9 +319,9 @@ def plan(request: Common, tokens: list[int], model: ServedModel, limits: Limits)
         kind="chat" if chat else "completion",
         created=int(time.time()),
         model=model.name,
-        tokens=tokens,
+        tokens=prompt.tokens,
         sampling=_sampling(request, model.identity.vocab_size),
-        max_tokens=_max_tokens(request, len(tokens), limits, "messages" if chat else "prompt"),
+        max_tokens=_max_tokens(request, len(prompt.tokens), limits, "messages" if chat else "prompt"),
         stops=stop_strings(request),
         keep_stop=bool(request.include_stop_str_in_output),
         stop_token_ids=[*(() if request.ignore_eos else model.eos_token_ids), *(request.stop_token_ids or ())],
@@ -260,10 +329,13 @@ def plan(request: Common, tokens: list[int], model: ServedModel, limits: Limits)
         include_usage=options is not None and bool(options.include_usage or options.continuous_usage_stats),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
+        fingerprint=model.fingerprint,
+        echo=prompt if request.echo else None,
+        keep_special=request.skip_special_tokens is False,
     )
 
 
-def _sampling(request: Common, vocab_size: int) -> Sampling:
+def _sampling(request: Request, vocab_size: int) -> Sampling:
     seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
     return Sampling(
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -280,7 +352,7 @@ def _sampling(request: Common, vocab_size: int) -> Sampling:
     )
 
 
-def _max_tokens(request: Common, prompt: int, limits: Limits, param: str) -> int:
+def _max_tokens(request: Request, prompt: int, limits: Limits, param: str) -> int:
     """How many tokens the output may have: what was asked, or the rest of what fits."""
     if prompt == 0:
         raise RequestError("the prompt has no tokens", param=param, code="empty_string")
@@ -290,11 +362,12 @@ def _max_tokens(request: Common, prompt: int, limits: Limits, param: str) -> int
     code = "context_length_exceeded"
     if prompt + 1 > most:
         raise RequestError(f"the prompt has {prompt} tokens: too long for {what}", param=param, code=code)
-    if limits.prefill_tokens is not None and prompt - 1 > limits.prefill_tokens:
-        message = f"the prompt has {prompt} tokens: too long for the prefill pool of {limits.prefill_tokens}"
-        raise RequestError(message, param=param, code=code)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    alone = request.echo and (request.logprobs is not None or asked == 0)
+    if limits.prefill_tokens is not None and prompt - 1 > limits.prefill_tokens and not alone:
+        message = f"the prompt has {prompt} tokens: too long for the prefill pool of {limits.prefill_tokens}"
+        raise RequestError(message, param=param, code=code)
     if request.min_tokens is not None and asked is not None and request.min_tokens > asked:
         message = f"min_tokens={request.min_tokens} is more than {name}={asked}"
         raise RequestError(message, param="min_tokens", code="invalid_value")

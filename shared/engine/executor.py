@@ -78,6 +78,7 @@ class Runner:
             logprobs=drawn.logprobs,
             proposed={i: tokens for i, tokens in enumerate(followed.proposed) if tokens},
             hidden=followed.hidden,
+            scores=drawn.scores,
         )
 
     def _advance(self) -> None:

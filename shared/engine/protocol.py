@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from shared.layout import KvLayout
-from shared.messages import Sampling, TokenLogprob
+from shared.messages import Sampling, Scoring, TokenLogprob
 
 Drafter = Literal["none", "mtp", "model"]
 
@@ -92,6 +92,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     mask: bytes = b""
     """Which tokens may be drawn, for each position of the row that draws one: ceil(vocab / 32) * 4 bytes each, bit t
     (little-endian) set where token t may come. It wins over `forbidden`. Empty: all may."""
+    scoring: Scoring | None = None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -104,8 +105,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`sampled[i]` are row i's tokens, none where it asked for none: of a row with drafts those that were right, and the one
-    after them. `logprobs` has one for each, of the rows that asked for them, by row. `begin_ns`, `end_ns`: CLOCK_MONOTONIC
-    around the forward. `counter`: the layer counter after it."""
+    after them. `logprobs` has one for each, of the rows that asked for them, by row. `scores[i]` are those of row i's `scoring`.
+
+    `begin_ns`, `end_ns`: CLOCK_MONOTONIC around the forward. `counter`: the layer counter after it."""
 
     step: int
     sampled: list[list[int]]
@@ -118,6 +120,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hidden: dict[int, bytes] = {}
     """By row: float32, little-endian, the model's last hidden state of its last token, after the final norm; of those that draw
     nothing and do not know the token after it, where a multi-token prediction layer follows."""
+    scores: dict[int, list[TokenLogprob]] = {}
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True, tag=True):

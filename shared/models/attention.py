@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from shared.messages import Sampling
+from shared.messages import Sampling, Scoring
 
 A = TypeVar("A")
 
@@ -45,6 +45,8 @@ class BatchRow(Placed, Protocol):
     def forbidden(self) -> list[int]: ...
     @property
     def mask(self) -> bytes: ...
+    @property
+    def scoring(self) -> Scoring | None: ...
 
 
 class Attention(Protocol[A]):

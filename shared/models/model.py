@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from shared.errors import ModelError, RowsFailed
 from shared.layout import KvLayout
-from shared.messages import TokenLogprob
+from shared.messages import Scoring, TokenLogprob
 from shared.models import _kernels
 from shared.models.adjust import adjust
 from shared.models.attention import BatchRow
@@ -29,6 +30,9 @@ from shared.models.sampling import sample
 from shared.models.shard import shard_of
 from shared.models.verify import Place, places_of
 from shared.models.weights import Weights
+
+SCORED_AT_ONCE = 32
+"""Tokens whose logits are in memory at once while a prompt is scored: 20 MB with a vocabulary of 150000."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +56,8 @@ class Draws(NamedTuple):
     logprobs: dict[int, list[TokenLogprob]]
     followed: Followed | None = None
     """What the drafter made of it, where there is one."""
+    scores: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012 - never written to
+    """Of the known tokens that rows ask for, by row."""
 
     @classmethod
     def none(cls, rows: int) -> Draws:
@@ -141,12 +147,15 @@ class Model:
             self._stand_by()
             raise RowsFailed(str(error)) from None
         places = places_of(rows)
-        x = self._run(tokens, after_attention, fill_only=not places and self._fills_only)
+        scored = any(row.scoring is not None for row in rows)
+        x = self._run(tokens, after_attention, fill_only=not places and not scored and self._fills_only)
+        scores = self._scores(rows, x) if scored else {}
         draws = self._drawn(rows, places, x) if places else Draws.none(len(rows))
-        if self._drafter is None:
-            return draws
-        known = self._in_all_ranks(rows, draws.tokens) if places else draws.tokens
-        return draws._replace(followed=self._drafter.follow(rows, known, x, after_attention))
+        if self._drafter is not None:
+            known = self._in_all_ranks(rows, draws.tokens) if places else draws.tokens
+            draws = draws._replace(followed=self._drafter.follow(rows, known, x, after_attention))
+        _check_scores(scores)  # only now: the other ranks have come to every collective with this one
+        return draws._replace(scores=scores)
 
     @property
     def _fills_only(self) -> bool:
@@ -166,10 +175,12 @@ class Model:
     def _plan(self, rows: Sequence[BatchRow]) -> npt.NDArray[np.int32]:
         """The tokens of `rows`, which attention knows from now on. Raises `ValueError` for rows that are not sound."""
         for i, row in enumerate(rows):
-            if row.sample is not None and self._prefills_only:
+            if (row.sample is not None or row.scoring is not None) and self._prefills_only:
                 raise ValueError(f"row {i}: asks for a token of a model that was loaded to prefill only")
             if not 0 <= row.drafts < max(1, len(row.tokens)):
                 raise ValueError(f"row {i}: {row.drafts} drafts of {len(row.tokens)} tokens")
+            if row.scoring is not None:
+                _check_scoring(row.scoring, len(row.tokens), self.config.vocab_size)
         tokens = np.array([token for row in rows for token in row.tokens], np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.config.vocab_size):
             raise ValueError(f"a token outside of 0 .. {self.config.vocab_size - 1}")
@@ -192,6 +203,27 @@ class Model:
         """Through a step with no rows, for the ranks that share experts with this one."""
         if self._shares_experts:
             self._run(self._plan([]), None, fill_only=False)
+
+    def _scores(self, rows: Sequence[BatchRow], x: Floats) -> dict[int, list[TokenLogprob]]:
+        """By row, where this rank draws. The logits of few tokens at a time are in memory; all ranks of a group take part."""
+        scores: dict[int, list[TokenLogprob]] = {}
+        begin = 0
+        for i, row in enumerate(rows):
+            if row.scoring is not None:
+                first = begin + row.scoring.first
+                scores[i] = self._score(x[first : first + len(row.scoring.targets)], row.scoring)
+            begin += len(row.tokens)
+        return scores if self._draws else {}
+
+    def _score(self, hidden: Floats, scoring: Scoring) -> list[TokenLogprob]:
+        found: list[TokenLogprob] = []
+        for first in range(0, len(scoring.targets), SCORED_AT_ONCE):
+            some = slice(first, first + SCORED_AT_ONCE)
+            logits = self._network.logits(np.ascontiguousarray(hidden[some]))
+            if self._draws:
+                pairs = zip(logits, scoring.targets[some], strict=True)
+                found += [Distribution(at, scoring.top).of(target) for at, target in pairs]
+        return found
 
     def _drawn(self, rows: Sequence[BatchRow], places: Sequence[Place], x: Floats) -> Draws:
         """For each row of `places`, out of the hidden states of all rows' tokens; where this rank draws."""
@@ -220,6 +252,18 @@ class Model:
             if distribution is not None:
                 draws.logprobs.setdefault(place.row, []).append(distribution.of(token))
         return draws
+
+
+def _check_scoring(scoring: Scoring, tokens: int, vocab: int) -> None:
+    if scoring.first < 0 or scoring.first + len(scoring.targets) > tokens:
+        raise ValueError(f"scores from token {scoring.first} on, {len(scoring.targets)} in a row of {tokens}")
+    if any(not 0 <= target < vocab for target in scoring.targets):
+        raise ValueError(f"scores of a token outside of 0 .. {vocab - 1}")
+
+
+def _check_scores(scores: dict[int, list[TokenLogprob]]) -> None:
+    if not all(math.isfinite(one.logprob) for row in scores.values() for one in row):
+        raise RowsFailed("the logits of a prompt are not numbers")
 
 
 def _check_layout(config: ModelConfig, layout: KvLayout, *, mtp: bool) -> None:

@@ -19,6 +19,10 @@ class _Response(web.StreamResponse):
     _send_headers_immediately = False
 
 
+_AT_ONCE = 32 << 10
+"""What aiohttp writes without waiting for the client to read: once the status is out, nothing may come between it and the
+stream that others write to."""
+
 DONE = b"data: [DONE]\n\n"
 
 HEADERS = {
@@ -55,8 +59,10 @@ class EventStream:
         writer = await response.prepare(request)
         if writer is None or request.transport is None:
             raise ConnectionResetError("the client has left")
-        await response.write(first)
-        return cls(response, writer, request)
+        await response.write(first[:_AT_ONCE])
+        stream = cls(response, writer, request)
+        stream.send(first[_AT_ONCE:])
+        return stream
 
     def send(self, events: bytes) -> None:
         """Writes whole events; they are on the wire by the end of this turn of the event loop, unless the client is

@@ -84,7 +84,7 @@ def test_takes_what_fits():
         (changed(GENERATE, decoder=InstanceRef("decode", 6)), NOW, "stale_incarnation", True, "0000000000000007"),
         (GENERATE, capacity(attempts=frozenset("a")), "duplicate", False, "already"),
         (changed(GENERATE, tokens=[]), NOW, "invalid", False, "empty"),
-        (changed(GENERATE, max_tokens=0), NOW, "invalid", False, "max_tokens"),
+        (changed(GENERATE, max_tokens=-1), NOW, "invalid", False, "max_tokens"),
         (changed(GENERATE, tokens=[1] * 64), NOW, "invalid", False, "64 positions"),
         (changed(GENERATE, tokens=[1, 100]), NOW, "invalid", False, "0 to 99"),
         (changed(GENERATE, tokens=[1, -1]), NOW, "invalid", False, "0 to 99"),

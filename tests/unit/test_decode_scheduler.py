@@ -272,3 +272,37 @@ def test_any_mix_gives_each_its_own_output(requests, pages, page_size, recompute
             break
     assert {name: toy.out[name] for name in expected} == expected
     assert toy.pool.free == pages
+
+
+def test_a_prompt_with_nothing_to_follow_is_computed_in_chunks_and_ends() -> None:
+    pool = PagePool(8)
+    scheduler = DecodeScheduler(pool, 4, max_batch=2, max_positions=100, recompute_tokens=5)
+    seq = sequence("a", list(range(1, 13)), max_tokens=0)
+    seq.computed = 0
+    pool.reserve("a", 4, "running")
+    scheduler.add(seq)
+    ranges = []
+    while rows := scheduler.plan():
+        (row,) = rows
+        assert not row.samples
+        ranges.append((row.start, row.end))
+        outcomes = scheduler.apply(rows, [None])
+        pool.check_integrity()
+    assert ranges == [(0, 5), (5, 10), (10, 12)]
+    assert [(outcome.tokens, outcome.finish) for outcome in outcomes] == [([], "length")]
+    assert pool.free == 8
+
+
+def test_rows_score_each_prompt_token_once_however_often_they_are_computed() -> None:
+    seq = sequence("a", [10, 11, 12, 13, 14])
+    seq.prompt_logprobs = 2
+    first = seq.row(0, 3, b"", samples=False).scoring
+    assert first is not None
+    assert (first.first, first.targets, first.top) == (0, [11, 12, 13], 2)
+    seq.scored = 3
+    seq.tokens.append(15)
+    again = seq.row(0, 6, b"", samples=True).scoring
+    assert again is not None
+    assert (again.first, again.targets) == (3, [14]), "of the output nothing"
+    seq.scored = 4
+    assert seq.row(0, 6, b"", samples=True).scoring is None

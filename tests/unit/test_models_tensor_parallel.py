@@ -10,11 +10,12 @@ import pytest
 
 from shared.engine.collective import shared_bytes
 from shared.engine.protocol import Row
-from shared.engine.whole import Whole, WholeConfig
-from shared.errors import ModelError, RankLost
+from shared.engine.whole import GREEDY, Whole, WholeConfig
+from shared.errors import ModelError, RankLost, RowsFailed
+from shared.messages import Scoring
 from shared.models.collective import Peers, SharedMemory
 from shared.models.config import load_config
-from shared.models.model import Model, ModelOptions
+from shared.models.model import SCORED_AT_ONCE, Model, ModelOptions
 from shared.models.shard import Shard, sharded_layout
 from tests import random_models
 
@@ -63,6 +64,39 @@ def test_logits_and_caches_are_the_whole_models(tmp_path, name, ranks):
     if kv_heads < ranks:  # replicas hold the same bytes
         for rank in range(ranks):
             assert (regions[rank] == regions[rank // (ranks // kv_heads) * (ranks // kv_heads)]).all()
+
+
+def test_the_first_of_several_ranks_scores_known_tokens(tmp_path):
+    """More of them than have their logits in memory at once, beside a row that draws."""
+    directory = random_models.save("llama", tmp_path)
+    whole = Whole(directory, WholeConfig(page_size=16, kv_tokens=128))
+    logits = whole.model.all_logits([Row(tokens=TOKENS, start=0, pages=PAGES)]).astype(np.float64)
+    known = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    scoring = Scoring(2, TOKENS[3:], 3)
+    own = np.arange(8, 16, dtype="<i4").tobytes()
+    layout = sharded_layout(whole.layout, 2)
+
+    def run(peers):
+        kv = np.zeros(layout.region_bytes(16), np.uint8)
+        model = Model(directory, ModelOptions(), layout, 16, kv, peers=Peers(tensor=peers))
+        other = Row(tokens=TOKENS[:9], start=0, pages=own, sample=GREEDY)
+        return model.draw([other, Row(tokens=TOKENS, start=0, pages=PAGES, scoring=scoring)])
+
+    first, second = on_ranks(2, run)
+    assert list(first.scores) == [1]
+    assert second.scores == {}
+    assert first.tokens == [int(logits[8].argmax()), None]
+    assert len(first.scores[1]) == len(TOKENS) - 3 > SCORED_AT_ONCE
+    for at, one in enumerate(first.scores[1], 2):
+        assert one.logprob == pytest.approx(known[at, TOKENS[at + 1]], abs=1e-3)
+        assert [token for token, _ in one.top] == np.argsort(-known[at])[:3].tolist()
+
+
+@pytest.mark.parametrize("scoring", [Scoring(-1, [1], 0), Scoring(69, [1, 2], 0), Scoring(0, [160], 0)])
+def test_scores_of_what_is_not_there_are_refused(tmp_path, scoring):
+    whole = Whole(random_models.save("llama", tmp_path), WholeConfig(page_size=16, kv_tokens=128))
+    with pytest.raises(RowsFailed, match="scores"):
+        whole.model.draw([Row(tokens=TOKENS, start=0, pages=PAGES, scoring=scoring)])
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(4, 2), (2, 2), (2, 4), (1, 4)])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.answers import StreamedAnswer, WholeAnswer
+from services.router.answers import Stream, StreamedAnswer, WholeAnswer, body_of
 from services.router.attempts import Attempt
 from services.router.validate import Job
 from shared.messages import Sampling
@@ -84,7 +83,14 @@ def streamed(**fields: Any) -> tuple[StreamedAnswer, Wire, Attempt]:
         wire.send(first)
         return cast(EventStream, wire)
 
-    return StreamedAnswer(job(**fields), VOCABULARY, open_stream), wire, attempt()[0]
+    asked = job(**fields)
+    return StreamedAnswer(asked, VOCABULARY, Stream([asked], open_stream)), wire, attempt()[0]
+
+
+def body(answer: WholeAnswer, at: Attempt) -> dict[str, Any]:
+    """The answer of one choice."""
+    made: dict[str, Any] = json.loads(body_of([answer], [at]))
+    return made
 
 
 def deltas(wire: Wire) -> str:
@@ -134,7 +140,12 @@ async def test_usage_comes_in_one_last_chunk_without_choices() -> None:
     *others, last = wire.chunks
     assert last["choices"] == []
     made = len(ids("hello"))
-    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": made, "total_tokens": 2 + made}
+    assert last["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": made,
+        "total_tokens": 2 + made,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert all(chunk["usage"] is None for chunk in others)
 
 
@@ -197,7 +208,7 @@ async def test_an_error_is_an_event_and_no_done_follows() -> None:
     answer.on_tokens(ids("hel"), [])
     await answer.advance(at)
     assert answer.begun
-    await answer.fail(ErrorBody(ErrorDetail(message="m", type="server_error")))
+    await answer.stream.fail(ErrorBody(ErrorDetail(message="m", type="server_error")))
     name, data = wire.events[-1].split(b"\n")
     assert name == b"event: error"
     assert json.loads(data.removeprefix(b"data: "))["error"]["message"] == "m"
@@ -224,11 +235,11 @@ def test_a_whole_answer_holds_any_text(text: str, kind: Any, ask_ids: bool) -> N
         assert not answer.on_tokens([token], [])
     at = attempt()[0]
     at.finish = "length"
-    body = msgspec.json.decode(answer.body(at))
-    choice = body["choices"][0]
+    said = body(answer, at)
+    choice = said["choices"][0]
     assert (choice["message"]["content"] if kind == "chat" else choice["text"]) == byte_level().decode(tokens)
     assert choice["finish_reason"] == "length"
-    assert body["usage"]["completion_tokens"] == len(tokens)
+    assert said["usage"]["completion_tokens"] == len(tokens)
     assert choice.get("token_ids") == (tokens if ask_ids else None)
 
 
@@ -236,9 +247,32 @@ def test_a_whole_answer_is_cut_at_a_stop_string() -> None:
     answer = WholeAnswer(job(stops=("o, w",)), VOCABULARY)
     wanted = [answer.on_tokens([token], []) for token in ids("hello, world")]
     assert wanted[-1]
-    body = msgspec.json.decode(answer.body(attempt()[0]))
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "hell", "refusal": None}
-    assert body["choices"][0]["finish_reason"] == "stop"
+    said = body(answer, attempt()[0])
+    assert said["choices"][0]["message"] == {"role": "assistant", "content": "hell", "refusal": None}
+    assert said["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("stop", ["\U0001f642", "\u00e9\U0001f642", "x\u00e9", "\u6771"])
+async def test_a_stop_string_is_found_across_tokens_that_are_parts_of_characters(stop: str, keep: bool) -> None:
+    text = "ax\u00e9\U0001f642b\u6771c"
+    alphabet = "".join(word for word, _ in byte_level().pre_tokenizer.pre_tokenize_str(text))
+    pieces = [[byte_level().token_to_id(byte)] for byte in alphabet]
+    assert len(pieces) == len(text.encode()), "a token a byte"
+    asked = {"stops": (stop,), "keep_stop": keep}
+    answer, wire, at = streamed(**asked)
+    whole = WholeAnswer(job(**asked), VOCABULARY)
+    for piece in pieces:
+        if not answer.stopped:
+            if answer.on_tokens(piece, []) and not answer.stopped:
+                await answer.advance(at)
+            whole.on_tokens(piece, [])
+    await answer.advance(at)
+    await answer.finish(at)
+    wanted = text[: text.index(stop) + (len(stop) if keep else 0)]
+    assert deltas(wire) == wanted
+    assert body(whole, at)["choices"][0]["message"]["content"] == wanted
+    assert wire.chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("split", [1, 3, 100])
@@ -249,5 +283,5 @@ def test_a_stop_string_counts_from_min_tokens_on(split: int) -> None:
     tokens = ids(text)
     for at in range(0, len(tokens), split):
         answer.on_tokens(tokens[at : at + split], [])
-    said = json.loads(answer.body(attempt()[0]))
+    said = body(answer, attempt()[0])
     assert said["choices"][0]["message"]["content"] == "ab STOP cd "

@@ -20,11 +20,15 @@ class Ear:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.scores: list[TokenLogprob] = []
         self.ends = 0
 
     def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> None:
         assert tokens
         self.tokens += tokens
+
+    def on_prompt(self, logprobs: list[TokenLogprob]) -> None:
+        self.scores += logprobs
 
     def on_end(self) -> None:
         self.ends += 1
@@ -246,3 +250,33 @@ class TestTable:
         table.sweep(8.0, 4.0)
         assert accepted.failure is not None
         assert asked.failure is None, "the request itself waits for the answer, and has its own deadline"
+
+
+def scored(index: int, count: int) -> Emit:
+    return emit(0, scores=[TokenLogprob(-float(index + i), []) for i in range(count)], scored=index)
+
+
+def test_a_prompts_scores_come_once_and_before_its_first_token() -> None:
+    ear = Ear()
+    at = Attempt(pair(), ear, 0.0, scores=5)
+    for message in (scored(0, 3), scored(0, 3), scored(2, 3), emit(0, 7, finish="length")):
+        at.take(message, 1.0)
+    assert [one.logprob for one in ear.scores] == [0.0, -1.0, -2.0, -3.0, -4.0]
+    assert (at.failure, at.finish, ear.tokens) == (None, "length", [7])
+
+
+def test_lost_scores_fail_the_attempt() -> None:
+    for messages in (
+        [scored(1, 2)],
+        [scored(0, 2), scored(3, 2)],
+        [scored(0, 4), emit(0, 7)],
+        [emit(0, finish="length")],
+    ):
+        ear = Ear()
+        at = Attempt(pair(), ear, 0.0, scores=5)
+        for message in messages:
+            at.take(message, 1.0)
+        assert at.failure is not None
+        assert "log-probabilities" in at.failure.reason
+        assert at.failure.retryable
+        assert ear.tokens == []

@@ -79,6 +79,17 @@ def test_special_tokens_have_no_text_and_other_added_ones_have() -> None:
     assert detokenizer.feed([tiny_model.BOS, tool, tiny_model.END]) == "<tool>"
 
 
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_special_tokens_that_are_kept_go_by_their_names(name: str) -> None:
+    tokenizer, vocabulary = TOKENIZERS[name], VOCABULARIES[name]
+    special = min(vocabulary.special)
+    tokens = [special, *tokenizer.encode("hi there", add_special_tokens=False).ids, special]
+    detokenizer = vocabulary.detokenizer(keep_special=True)
+    text = "".join(detokenizer.feed([token]) for token in tokens) + detokenizer.flush()
+    assert text == tokenizer.decode(tokens, skip_special_tokens=False)
+    assert text.count(tokenizer.id_to_token(special)) == 2
+
+
 def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
     """A model's vocabulary is often padded beyond the tokenizer's."""
     for vocabulary in VOCABULARIES.values():

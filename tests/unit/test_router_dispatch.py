@@ -30,7 +30,7 @@ def prefiller(name: str = "p0", *, max_batch: int = 64, layout: Any = LAYOUT, **
 def pick(
     decoders: list[Instance], prefillers: list[Instance], tokens: int = 100, now: float = 0.0
 ) -> tuple[str, str | None]:
-    choice = choose(decoders, prefillers, Need(tokens), now)
+    choice = choose(decoders, prefillers, Need(tokens, alone=tokens == 1), now)
     assert isinstance(choice, Pair), choice
     return choice.decoder.ref.name, None if choice.prefiller is None else choice.prefiller.ref.name
 
@@ -186,7 +186,7 @@ def test_equals_of_different_shardings_take_turns_too() -> None:
 
 def test_a_prompt_of_one_token_needs_no_prefiller() -> None:
     assert pick([decoder()], [], tokens=1) == ("d0", None)
-    choice = choose([decoder()], [prefiller()], Need(1), 0.0)
+    choice = choose([decoder()], [prefiller()], Need(1, alone=True), 0.0)
     assert isinstance(choice, Pair)
     assert choice.path == "decode"
 

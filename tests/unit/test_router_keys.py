@@ -29,6 +29,18 @@ def test_without_keys_everybody_may() -> None:
         ring.holder("Bearer whatever").admit(10**9)
 
 
+def test_a_requests_choices_count_as_requests() -> None:
+    holder = Keyring({"a": entry("first", max_concurrent=3)}, Clock()).holder("Bearer first")
+    with holder.request(), holder.choices(2), holder.request(), pytest.raises(Refused), holder.request():
+        pass
+    with holder.request(), holder.request(), pytest.raises(Refused), holder.choices(3):
+        pass
+    with holder.request(), pytest.raises(RequestError, match="at once"), holder.choices(4):
+        pass
+    with holder.request(), holder.choices(3):
+        pass
+
+
 def test_each_key_has_its_holder() -> None:
     ring = Keyring({"a": entry("first"), "b": entry("second")}, Clock())
     assert ring.holder("Bearer first").name == "a"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from services.router.answers import WholeAnswer
 from services.router.logprobs import Logprobs
 from shared.messages import Emit, Sampling, TokenLogprob
 from tests.tiny_model import served_model
-from tests.unit.test_router_answers import ids, job
+from tests.unit.test_router_answers import body, ids, job
 from tests.unit.test_router_attempts import attempt
 
 VOCABULARY = served_model().vocabulary
@@ -67,7 +66,7 @@ def test_a_whole_answer_has_them_all(kind: str) -> None:
     tokens = ids("hello")
     for token, one in zip(tokens, known(tokens), strict=True):
         answer.on_tokens([token], [one])
-    (choice,) = json.loads(answer.body(attempt()[0]))["choices"]
+    (choice,) = body(answer, attempt()[0])["choices"]
     found = choice["logprobs"]["content"] if kind == "chat" else choice["logprobs"]["tokens"]
     assert len(found) == len(tokens)
 
@@ -75,7 +74,7 @@ def test_a_whole_answer_has_them_all(kind: str) -> None:
 def test_nothing_asked_is_null() -> None:
     answer = WholeAnswer(job(stream=False), VOCABULARY)
     answer.on_tokens(ids("hello"), [])
-    (choice,) = json.loads(answer.body(attempt()[0]))["choices"]
+    (choice,) = body(answer, attempt()[0])["choices"]
     assert choice["logprobs"] is None
 
 

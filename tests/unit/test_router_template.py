@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.router.template import ChatTemplate
+from services.router.template import ChatTemplate, Ending
 from shared.errors import ModelError, RequestError
 
 USER = [{"role": "user", "content": "hi"}]
@@ -23,6 +23,30 @@ def test_messages_tokens_and_the_generation_prompt_are_there() -> None:
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     assert render(source) == "<s>[user]hi</s>[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("content", "ending", "expected"),
+    [
+        ("hi", "generation", "<s>[hi]</s>[assistant]"),
+        ("hi", "messages", "<s>[hi]</s>"),
+        ("hi", "within", "<s>[hi"),
+        (" hi ", "within", "<s>[hi"),
+    ],
+)
+def test_a_prompt_ends_where_it_is_told(content: str, ending: Ending, expected: str) -> None:
+    source = (
+        "<s>{% for m in messages %}[{{ m.content | trim }}]</s>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    made = ChatTemplate(source, {}).render([{"role": "assistant", "content": content}], None, ending)
+    assert made == expected
+
+
+def test_a_message_that_is_not_there_as_it_is_cannot_be_gone_on_with() -> None:
+    with pytest.raises(RequestError) as raised:
+        ChatTemplate("{{ messages[0].content | upper }}", {}).render(USER, None, "within")
+    assert raised.value.param == "continue_final_message"
 
 
 def test_blocks_are_trimmed_as_templates_expect() -> None:

@@ -13,10 +13,12 @@ from services.router.messages import chat_messages
 from services.router.openai_types import NEUTRAL, ChatRequest, CompletionRequest
 from services.router.talk import Talk
 from services.router.validate import (
+    MAX_CHOICES,
     Job,
     Limits,
+    Prompt,
     check,
-    completion_prompt,
+    completion_prompts,
     decode,
     plan,
 )
@@ -33,14 +35,14 @@ def chat(**fields: Any) -> Job:
     request = decode(body, ChatRequest)
     check(request, MODEL)
     Talk.of(request, MODEL)
-    return plan(request, [5, 6, 7], MODEL, LIMITS)
+    return plan(request, Prompt([5, 6, 7]), MODEL, LIMITS)
 
 
 def completion(**fields: Any) -> Job:
     request = decode(msgspec.json.encode({"model": "tiny", "prompt": "hi", **fields}), CompletionRequest)
     check(request, MODEL)
-    completion_prompt(request.prompt, MODEL.identity.vocab_size)
-    return plan(request, [5, 6, 7], MODEL, LIMITS)
+    completion_prompts(request.prompt, MODEL.identity.vocab_size)
+    return plan(request, Prompt([5, 6, 7]), MODEL, LIMITS)
 
 
 def rejected(**fields: Any) -> RequestError:
@@ -124,7 +126,6 @@ def test_a_field_that_is_not_supported_takes_null_and_what_changes_nothing(name:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
@@ -134,9 +135,6 @@ def test_a_field_that_is_not_supported_takes_null_and_what_changes_nothing(name:
         ("best_of", 2),
         ("echo", True),
         ("use_beam_search", True),
-        ("skip_special_tokens", False),
-        ("add_generation_prompt", False),
-        ("continue_final_message", True),
     ],
 )
 def test_a_field_that_would_change_the_meaning_is_refused_by_name(name: str, value: Any) -> None:
@@ -145,7 +143,7 @@ def test_a_field_that_would_change_the_meaning_is_refused_by_name(name: str, val
     assert name in error.message
 
 
-@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("echo", True)])
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 2)])
 def test_so_it_is_for_completions(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as raised:
         completion(**{name: value})
@@ -318,25 +316,50 @@ def test_a_developer_is_a_system_to_templates() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [("hi", "hi"), (["hi"], "hi"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([0], [0])],
+    [
+        ("hi", ["hi"]),
+        (["hi"], ["hi"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        ([0], [[0]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
 )
-def test_a_prompt_is_text_or_ids_alone_or_in_a_list(prompt: Any, expected: Any) -> None:
-    assert completion_prompt(prompt, 400) == expected
+def test_prompts_are_text_or_ids_one_or_a_list(prompt: Any, expected: Any) -> None:
+    assert completion_prompts(prompt, 400) == expected
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [""], [[]], ["a", "b"], [[1], [2]], [400], [-1], [True], [1, "a"], [1.5], [None]]
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([""], "prompt"),
+        ([[]], "prompt"),
+        (["a", ""], "prompt.1"),
+        ([[1], [400]], "prompt.1"),
+        (["a", 1], "prompt.1"),
+        ([400], "prompt"),
+        ([-1], "prompt"),
+        ([True], "prompt"),
+        ([1, "a"], "prompt"),
+        ([1.5], "prompt"),
+        ([None], "prompt"),
+        (["a"] * (MAX_CHOICES + 1), "prompt"),
+    ],
 )
-def test_other_prompts_are_refused_by_name(prompt: Any) -> None:
+def test_other_prompts_are_refused_by_name(prompt: Any, param: str) -> None:
     with pytest.raises(RequestError) as raised:
-        completion_prompt(prompt, 400)
-    assert raised.value.param == "prompt"
+        completion_prompts(prompt, 400)
+    assert raised.value.param == param
 
 
 class TestLength:
     def planned(self, prompt: int, limits: Limits, **fields: Any) -> Job:
         body = msgspec.json.encode({"model": "tiny", "messages": MESSAGES, **fields})
-        return plan(decode(body, ChatRequest), [5] * prompt, MODEL, limits)
+        return plan(decode(body, ChatRequest), Prompt([5] * prompt), MODEL, limits)
 
     def test_a_prompt_may_fill_all_positions_but_one(self) -> None:
         assert self.planned(511, LIMITS).max_tokens == 1
