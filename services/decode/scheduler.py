@@ -123,6 +123,8 @@ class DecodeScheduler:
             accepted = max(0, len(tokens) - 1)
             row.sequence.computed = row.end + accepted
             drafted = len(row.drafts.tokens)
+            row.sequence.drafted += drafted
+            row.sequence.accepted += accepted
             if drafted and row.sequence.length is not None:
                 row.sequence.length.note(drafted, accepted)
             self._note_proposals(row, proposed.get(i, []))

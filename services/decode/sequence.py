@@ -51,6 +51,9 @@ class Sequence:
     """As in `Row`, of the next one."""
     hidden: bytes = b""
     """As in `Row`, of the first one after the prefiller's."""
+    drafted: int = 0
+    accepted: int = 0
+    """Of the drafted tokens those that stood, over all steps."""
 
     @classmethod
     def of(cls, generate: Generate, now: float) -> Sequence:
