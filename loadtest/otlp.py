@@ -45,6 +45,11 @@ class Receiver:
             self._spans.extend(_spans(request))
             self._changed.notify_all()
 
+    @property
+    def all(self) -> list[ReceivedSpan]:
+        with self._changed:
+            return list(self._spans)
+
     def trace(self, trace_id: str) -> list[ReceivedSpan]:
         with self._changed:
             return [span for span in self._spans if span.trace_id == trace_id]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sysconfig
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,9 +18,10 @@ _LISTENING = re.compile(rb"Listening for client connections on \S+:(\d+)")
 class Broker:
     """Runs from entering to leaving; can be killed, stopped, and started again on the same port meanwhile."""
 
-    def __init__(self, config: Path | None = None, *, host: str = "127.0.0.1") -> None:
-        """`config`: who may do what, instead of a token for everything."""
+    def __init__(self, config: Path | None = None, *, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> None:
+        """`config`: who may do what, instead of a token for everything. `inside`: what runs the command elsewhere."""
         self.host = host
+        self._inside = inside
         self.token = "" if config else secrets.token_hex(16)
         self._access = ["-c", str(config)] if config else ["--auth", self.token]
         self.port = -1
@@ -41,7 +43,7 @@ class Broker:
     def start(self) -> None:
         """Until it listens."""
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"
-        command = [str(binary), "-a", self.host, "-p", str(self.port), *self._access]
+        command = [*self._inside, str(binary), "-a", self.host, "-p", str(self.port), *self._access]
         self._process = process = subprocess.Popen(command, stderr=subprocess.PIPE)
         assert process.stderr is not None
         said = b""

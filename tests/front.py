@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry
 from services.router.main import running
 from services.router.service import RouterService
 from shared.config import RouterSettings
+from shared.messages import Generate
 from tests.broker import Broker
-from tests.fake_mesh import FakeMesh, fake_mesh
+from tests.fake_mesh import FakeDecoder, FakeMesh, fake_mesh
 from tests.tiny_model import byte_level, served_model
 
 HI: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -97,6 +98,36 @@ async def front(broker: Broker, **settings: Any) -> AsyncIterator[Front]:
         for close in made.closing:
             close()
         await made.clean()
+
+
+class Client:
+    """A connection of its own, which can be cut at any moment."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def ask(cls, router: Front, *, part: float = 1.0, **fields: Any) -> Client:
+        host, port = router.url.removeprefix("http://").split(":")
+        client = cls(*await asyncio.open_connection(host, int(port)))
+        router.closing.append(client.leave)
+        body = json.dumps({**HI, **fields}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        client.writer.write(head + body[: int(len(body) * part)])
+        await client.writer.drain()
+        return client
+
+    async def read_until(self, mark: bytes) -> bytes:
+        async with asyncio.timeout(5.0):
+            return await self.reader.readuntil(mark)
+
+    def leave(self) -> None:
+        self.writer.transport.abort()
+
+
+async def asked(decoder: FakeDecoder, count: int = 1) -> Generate:
+    await decoder.until(lambda: len(decoder.generates) >= count)
+    return decoder.generates[count - 1]
 
 
 def events(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The network of one instance is cut in the middle of transfers: others answer, and all is as before when it is back."""
+"""The network of one part is cut under load: others answer where there are others, and all is as before when it is back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
@@ -14,12 +14,15 @@ import pytest
 
 from tests.broker import Broker
 from tests.mesh.network import Network, NoNamespaces, network
-from tests.mesh.processes import Up
-from tests.mesh.test_rank_death import instances
+from tests.mesh.processes import Failed, Up
+from tests.mesh.test_rank_death import Answer, instances, stream
 from tests.mesh.test_rolling_restart import keep_asking
 from tests.mesh.test_up import prompt
 
-HOSTS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
+INSTANCES = ("prefill-1", "prefill-2", "decode-1", "decode-2")
+STREAMED = 450
+"""Tokens of a stream that a cut is to meet."""
+HOSTS = ("broker", "router", *INSTANCES)
 
 
 class Spread(Up):
@@ -30,10 +33,11 @@ class Spread(Up):
         self.parts: dict[str, tuple[str, int]] = {}
 
     async def start(self, stack: AsyncExitStack, part: str, environment: dict[str, str]) -> None:
-        inside = self.net.inside(part) if part in HOSTS else []
-        service = part.split("-")[0]
+        command = [*self.net.inside(part), sys.executable, "-m", f"services.{part.split('-')[0]}"]
+        address = self.net.address(part)
+        own = {"KVMESH_NAME": part, "KVMESH_HOST": address, "KVMESH_FABRIC_HOST": address}
         process = await asyncio.create_subprocess_exec(
-            *(*inside, sys.executable, "-m", f"services.{service}"), env=environment, stdout=asyncio.subprocess.PIPE
+            *command, env={**environment, **own}, stdout=asyncio.subprocess.PIPE
         )
         stack.push_async_callback(_end, process)
         async with asyncio.timeout(30):
@@ -60,7 +64,7 @@ async def spread(directory) -> AsyncIterator[Spread]:
             net = stack.enter_context(network(*HOSTS))
         except NoNamespaces as reason:
             pytest.skip(f"no network namespaces here: {reason}")
-        broker = stack.enter_context(Broker(host=net.gateway))
+        broker = stack.enter_context(Broker(host=net.address("broker"), inside=net.inside("broker")))
         http = await stack.enter_async_context(httpx.AsyncClient())
         mesh = Spread(http, directory.name, net)
         told = {
@@ -77,14 +81,37 @@ async def spread(directory) -> AsyncIterator[Spread]:
             "KVMESH_PORT": "0",
         }
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(mesh.start(stack, "router", told))
-            for host in HOSTS:
-                address = net.address(host)
-                own = {"KVMESH_NAME": host, "KVMESH_HOST": address, "KVMESH_FABRIC_HOST": address}
-                starting.create_task(mesh.start(stack, host, {**told, **own}))
+            for part in ("router", *INSTANCES):
+                starting.create_task(mesh.start(stack, part, told))
         for role in ("prefill", "decode"):
             await mesh.until_count(role, 2)
         yield mesh
+
+
+async def answered(
+    answers: Sequence[Answer], streams: Sequence[asyncio.Task[None]], expected: Callable[..., str]
+) -> None:
+    """Each is whole and right, or ends with an error, and none takes long to."""
+    async with asyncio.timeout(20):
+        await asyncio.gather(*streams)
+    for answer in answers:
+        assert answer.done != (answer.error is not None), "an answer is whole, or ends with an error"
+        if answer.done:
+            assert answer.text == expected(prompt(40, answer.seed), STREAMED)
+
+
+async def until_it_serves(mesh: Spread, tokens: list[int], right: str) -> None:
+    async with asyncio.timeout(10):
+        while await said(mesh, tokens) != right:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def said(mesh: Spread, tokens: list[int]) -> str | None:
+    """None: a clear error."""
+    try:
+        return await mesh.complete(tokens)
+    except Failed:
+        return None
 
 
 async def retries(mesh: Spread) -> float:
@@ -113,3 +140,23 @@ async def test_a_cut_network_under_load(served_directory, expected, role):
             await mesh.until_idle(20)
         assert await retries(mesh) > 0, "the cut hit nobody"
         assert await mesh.complete(prompt(40)) == expected(prompt(40))
+
+
+@pytest.mark.case("F9")
+@pytest.mark.parametrize("part", ["router", "broker"])
+async def test_a_cut_front_or_broker_under_load(served_directory, expected, part):
+    """Nobody can answer for them: streams wait, or end with an error. Who is behind the cut holds nothing for long."""
+    async with spread(served_directory) as mesh:
+        for cut, mend in ((mesh.net.pull, mesh.net.plug), (mesh.net.lose, mesh.net.find)):
+            answers = [Answer(seed) for seed in range(6)]
+            async with asyncio.TaskGroup() as tasks:
+                streams = [tasks.create_task(stream(mesh, answer, STREAMED)) for answer in answers]
+                async with asyncio.timeout(20):
+                    await asyncio.gather(*(answer.began.wait() for answer in answers))
+                cut(part)
+                await mesh.until_idle(10)
+                assert not all(answer.done for answer in answers), "the cut hit nobody"
+                mend(part)
+                await answered(answers, streams, expected)
+            await until_it_serves(mesh, prompt(100), expected(prompt(100)))
+            await mesh.until_idle(10)
