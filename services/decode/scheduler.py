@@ -192,7 +192,7 @@ class DecodeScheduler:
         """Every sequence gives back what it holds for proposals alone."""
         for sequence in self._running:
             if sequence.proposed:
-                sequence.forget_drafts()
+                sequence.proposed = []
                 self._trim(sequence)
 
     def _hold_drafts(self, row: PlannedRow, count: int) -> int:

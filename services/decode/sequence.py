@@ -68,10 +68,6 @@ class Sequence:
             deadline=now + generate.budget_s,
         )
 
-    def forget_drafts(self) -> None:
-        """What the drafter has in pages beyond the tokens' is lost."""
-        self.proposed, self.chained = [], min(self.chained, 1)
-
     def forget_kv(self) -> None:
         """All of it: it will be computed again, from the first token."""
         self.computed, self.proposed, self.chained, self.hidden = 0, [], 0, b""

@@ -128,6 +128,25 @@ def test_pages_of_proposals_go_to_whoever_needs_them(kind: str) -> None:
     assert toy.accepted > 0
 
 
+@pytest.mark.parametrize("kind", ["draft", "mtp"])
+def test_one_that_is_computed_again_at_once_is_drafted_for_again(kind: str) -> None:
+    """All of it in one row, of which the drafter has nothing."""
+    toy = Drafted(kind, right=1.0, pages=8, page_size=4, recompute=100)
+    for name, prompt in (("old", [1, 2, 3]), ("young", [4, 5, 6])):
+        toy.admit(sequence(name, prompt, max_tokens=20))
+    toy.run()
+    assert toy.scheduler.preempted > 0
+    assert toy.out == {"old": reference([1, 2, 3], 20), "young": reference([4, 5, 6], 20)}
+
+
+@pytest.mark.parametrize("kind", ["draft", "mtp"])
+@pytest.mark.parametrize(("max_tokens", "asked"), [(1, 0), (2, 0), (3, 1), (6, 4), (9, 4)])
+def test_no_more_is_asked_for_than_may_come_to_stand(kind: str, max_tokens: int, asked: int) -> None:
+    toy = Drafted(kind, pages=16)
+    toy.admit(sequence("a", [1, 2, 3], max_tokens=max_tokens))
+    assert [row.drafts.propose for row in toy.scheduler.plan()] == [asked]
+
+
 def test_the_hidden_state_goes_with_the_first_row_alone() -> None:
     toy = Drafted("mtp", pages=16)
     seq = sequence("a", [1, 2, 3], max_tokens=9)
