@@ -41,6 +41,8 @@ class Drafted(Toy):
     def step(self) -> bool:
         planned = self.scheduler.plan()
         self.pool.check_integrity()
+        free = set(self.pool._free)  # what is in a free page is gone
+        self.drafter = {place: token for place, token in self.drafter.items() if place[0] not in free}
         sampled, proposed = [], {}
         for i, row in enumerate(planned):
             sent = row.sequence.row(row.start, row.end, b"", row.drafts, samples=row.samples)
