@@ -189,3 +189,16 @@ def test_any_mix_gives_each_its_own_output(kind, requests, pages, page_size, rec
             break
     assert {name: toy.out[name] for name in expected} == expected
     assert toy.pool.free == pages
+
+
+def test_a_preempted_one_has_nothing_left_of_its_drafter() -> None:
+    toy = Drafted("draft", right=1.0, pages=8)
+    seq = sequence("a", [1, 2, 3], max_tokens=20)
+    toy.admit(seq)
+    toy.step()
+    seq.hidden = HIDDEN
+    assert seq.chained == len(seq.proposed) == 4
+    toy.scheduler._preempt(seq)
+    assert (seq.computed, seq.chained, seq.proposed, seq.hidden) == (0, 0, [], b"")
+    toy.run()
+    assert toy.out["a"] == reference([1, 2, 3], 20)
