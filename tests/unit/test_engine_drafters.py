@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from shared.engine.client import ExecutorConfig
 from shared.engine.group import ExecutorGroup
@@ -80,3 +83,27 @@ async def test_what_rank_0_cannot_draw_fails_the_step_in_all_ranks_at_once(confi
         assert isinstance(before, StepDone)
         assert isinstance(after, StepDone)
         assert (after.sampled, after.proposed) == (before.sampled, before.proposed)
+
+
+async def test_a_draft_that_says_no_numbers_fails_the_step_in_all_ranks_at_once(tmp_path: Path) -> None:
+    directory, draft = random_models.save("llama", tmp_path / "model"), random_models.save("qwen2", tmp_path / "draft")
+    tensors = load_file(draft / "model.safetensors")
+    tensors["lm_head.weight"][:] = torch.nan
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    layout = load_config(directory).layout(page_size=16, dtype="float32", draft=load_config(draft))
+    config = ExecutorConfig(
+        model=str(directory),
+        layout=layout,
+        num_pages=8,
+        drafter="model",
+        draft_model=str(draft),
+        load_timeout_s=DEADLINE_S,
+    )
+    row = Row(tokens=PROMPT, start=0, pages=PAGES, sample=GREEDY)
+    async with ExecutorGroup.start(config, 2) as group:
+        asking = msgspec.structs.replace(row, propose=2)
+        (failed,) = await group.step([Step(step=1, rows=[asking])], timeout_s=DEADLINE_S)
+        assert isinstance(failed, StepError)
+        assert "not numbers" in failed.detail
+        (after,) = await group.step([Step(step=2, rows=[row])], timeout_s=DEADLINE_S)
+        assert isinstance(after, StepDone)
