@@ -116,7 +116,13 @@ class Attempts:
         if self._by_id.pop(attempt.id, None) is not None:
             self._metrics.attempts.labels(outcome).inc()
             if attempt.first_ns:
-                attributes: traces.Attributes = {"kvmesh.tokens": attempt.sequence.emitted, "kvmesh.outcome": outcome}
+                sequence = attempt.sequence
+                attributes: traces.Attributes = {
+                    "kvmesh.tokens": sequence.emitted,
+                    "kvmesh.outcome": outcome,
+                    "kvmesh.drafted": sequence.drafted,
+                    "kvmesh.accepted": sequence.accepted,
+                }
                 now = time.monotonic_ns()
                 traces.record("decode.stream", attempt.context, attempt.first_ns, now, attributes=attributes)
         if not self._by_id:

@@ -127,6 +127,8 @@ class DecodeScheduler:
             accepted = max(0, len(tokens) - 1)
             row.sequence.computed = row.end + accepted
             drafted = len(row.drafts.tokens)
+            row.sequence.drafted += drafted
+            row.sequence.accepted += accepted
             if drafted and row.sequence.length is not None:
                 row.sequence.length.note(drafted, accepted)
             self._note_proposals(row, proposed.get(i, []))
@@ -200,7 +202,7 @@ class DecodeScheduler:
         """Every sequence gives back what it holds for proposals alone."""
         for sequence in self._running:
             if sequence.proposed:
-                sequence.forget_drafts()
+                sequence.proposed = []
                 self._trim(sequence)
 
     def _hold_drafts(self, row: PlannedRow, count: int) -> int:

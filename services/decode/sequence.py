@@ -58,6 +58,9 @@ class Sequence:
     prompt_logprobs: int | None = None
     scored: int = 0
     """Of the prompt's tokens, the first not counted: their log-probabilities are out."""
+    drafted: int = 0
+    accepted: int = 0
+    """Of the drafted tokens those that stood, over all steps."""
 
     @classmethod
     def of(cls, generate: Generate, now: float) -> Sequence:
@@ -72,10 +75,6 @@ class Sequence:
             deadline=now + generate.budget_s,
             prompt_logprobs=generate.prompt_logprobs,
         )
-
-    def forget_drafts(self) -> None:
-        """What the drafter has in pages beyond the tokens' is lost."""
-        self.proposed, self.chained = [], min(self.chained, 1)
 
     def forget_kv(self) -> None:
         """All of it: it will be computed again, from the first token."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -104,10 +105,11 @@ class ByteLevel:
         self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset(), *, keep_special: bool = False
     ) -> None:
         named = {token: vocabulary.spelled(token)[1] for token in shown}
+        self._bytes_of: Callable[[int], bytes] = vocabulary.bytes_of
         if keep_special:
             self._bytes_of = vocabulary.named_bytes_of
-        else:
-            self._bytes_of = (lambda t: named.get(t) or vocabulary.bytes_of(t)) if named else vocabulary.bytes_of
+        elif named:
+            self._bytes_of = lambda token: named.get(token) or vocabulary.bytes_of(token)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: list[int]) -> str:

@@ -85,6 +85,7 @@ class Model:
         self._prefills_only = options.purpose == "prefill" and not self.config.tied_embeddings
         shard = shard_of(peers)
         own = shard.config(self.config)
+        self._page_size = layout.page_size
         self._draws, self._shares_experts, self._tensor = shard.rank == 0, shard.ep > 1, peers.tensor
         mtp = options.drafter == "mtp"
         _check_layout(own, layout.groups[0], mtp=mtp)
@@ -181,11 +182,28 @@ class Model:
                 raise ValueError(f"row {i}: {row.drafts} drafts of {len(row.tokens)} tokens")
             if row.scoring is not None:
                 _check_scoring(row.scoring, len(row.tokens), self.config.vocab_size)
+            self._check_drafting(i, row)
         tokens = np.array([token for row in rows for token in row.tokens], np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.config.vocab_size):
             raise ValueError(f"a token outside of 0 .. {self.config.vocab_size - 1}")
         self._attention.plan(rows)
         return tokens.astype(np.int32)
+
+    def _check_drafting(self, i: int, row: BatchRow) -> None:
+        """What a row asks of the drafter, before anything is written: it must not fail in the middle of a step."""
+        if row.propose and (self._drafter is None or row.sample is None):
+            raise ValueError(f"row {i}: asks for proposals, and there is no drafter or no token to follow")
+        if not 0 <= row.chained <= len(row.tokens):
+            raise ValueError(f"row {i}: {row.chained} of {len(row.tokens)} tokens are said to have been run")
+        if row.hidden and (row.start < 1 or len(row.hidden) != self._hidden_bytes):
+            raise ValueError(f"row {i}: a hidden state of {len(row.hidden)} bytes before position {row.start}")
+        end, pages = row.start + len(row.tokens) + row.propose, len(row.pages) // 4
+        if row.propose and (row.propose < 0 or end > min(self.config.max_positions, pages * self._page_size)):
+            raise ValueError(f"row {i}: {row.propose} proposals need places up to {end}; it has {pages} pages")
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return 4 * self.config.hidden if isinstance(self._drafter, Mtp) else 0
 
     def _run(
         self, tokens: npt.NDArray[np.int32], after_attention: Callable[[], None] | None, *, fill_only: bool

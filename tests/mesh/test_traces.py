@@ -62,6 +62,7 @@ async def test_a_request_is_one_trace_with_its_layers_and_bytes(served_directory
     stream = by_name["decode.stream"][0]
     assert first.end_ns <= stream.begin_ns + 1000
     assert (stream.attributes["kvmesh.tokens"], stream.attributes["kvmesh.outcome"]) == (4, "length")
+    assert stream.attributes["kvmesh.drafted"] == stream.attributes["kvmesh.accepted"] == 0
     assert not any(span.failed for span in spans)
 
 

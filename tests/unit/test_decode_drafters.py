@@ -41,6 +41,8 @@ class Drafted(Toy):
     def step(self) -> bool:
         planned = self.scheduler.plan()
         self.pool.check_integrity()
+        free = set(self.pool._free)  # what is in a free page is gone
+        self.drafter = {place: token for place, token in self.drafter.items() if place[0] not in free}
         sampled, proposed = [], {}
         for i, row in enumerate(planned):
             sent = row.sequence.row(row.start, row.end, b"", row.drafts, samples=row.samples)
@@ -128,6 +130,25 @@ def test_pages_of_proposals_go_to_whoever_needs_them(kind: str) -> None:
     assert toy.accepted > 0
 
 
+@pytest.mark.parametrize("kind", ["draft", "mtp"])
+def test_one_that_is_computed_again_at_once_is_drafted_for_again(kind: str) -> None:
+    """All of it in one row, of which the drafter has nothing."""
+    toy = Drafted(kind, right=1.0, pages=8, page_size=4, recompute=100)
+    for name, prompt in (("old", [1, 2, 3]), ("young", [4, 5, 6])):
+        toy.admit(sequence(name, prompt, max_tokens=20))
+    toy.run()
+    assert toy.scheduler.preempted > 0
+    assert toy.out == {"old": reference([1, 2, 3], 20), "young": reference([4, 5, 6], 20)}
+
+
+@pytest.mark.parametrize("kind", ["draft", "mtp"])
+@pytest.mark.parametrize(("max_tokens", "asked"), [(1, 0), (2, 0), (3, 1), (6, 4), (9, 4)])
+def test_no_more_is_asked_for_than_may_come_to_stand(kind: str, max_tokens: int, asked: int) -> None:
+    toy = Drafted(kind, pages=16)
+    toy.admit(sequence("a", [1, 2, 3], max_tokens=max_tokens))
+    assert [row.drafts.propose for row in toy.scheduler.plan()] == [asked]
+
+
 def test_the_hidden_state_goes_with_the_first_row_alone() -> None:
     toy = Drafted("mtp", pages=16)
     seq = sequence("a", [1, 2, 3], max_tokens=9)
@@ -168,3 +189,16 @@ def test_any_mix_gives_each_its_own_output(kind, requests, pages, page_size, rec
             break
     assert {name: toy.out[name] for name in expected} == expected
     assert toy.pool.free == pages
+
+
+def test_a_preempted_one_has_nothing_left_of_its_drafter() -> None:
+    toy = Drafted("draft", right=1.0, pages=8)
+    seq = sequence("a", [1, 2, 3], max_tokens=20)
+    toy.admit(seq)
+    toy.step()
+    seq.hidden = HIDDEN
+    assert seq.chained == len(seq.proposed) == 4
+    toy.scheduler._preempt(seq)
+    assert (seq.computed, seq.chained, seq.proposed, seq.hidden) == (0, 0, [], b"")
+    toy.run()
+    assert toy.out["a"] == reference([1, 2, 3], 20)

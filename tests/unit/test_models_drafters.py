@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from shared.engine.ints import pack_ints
 from shared.engine.protocol import Row
 from shared.engine.whole import GREEDY, Whole, WholeConfig
-from shared.errors import ModelError
+from shared.errors import ModelError, RowsFailed
 from shared.messages import Sampling
 from shared.models.model import ModelOptions
 from tests import random_models
@@ -243,3 +244,27 @@ def test_what_cannot_draft_is_refused(llama: Path, deepseek: Path, tmp_path: Pat
     short = random_models.save("llama", tmp_path / "short", max_position_embeddings=256)
     with pytest.raises(ModelError, match="a draft of 256 positions for a model of 512"):
         whole(llama, drafter="model", draft_model=str(short))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"propose": 4}, "4 proposals need places up to 25; it has 6 pages"),
+        ({"sample": None, "propose": 1}, "no token to follow"),
+        ({"chained": 2}, "2 of 1 tokens are said to have been run"),
+        ({"hidden": bytes(8)}, "a hidden state of 8 bytes before position 20"),
+    ],
+)
+def test_rows_that_ask_for_what_cannot_be_are_refused(deepseek: Path, changes: dict[str, object], why: str) -> None:
+    engine = whole(deepseek, drafter="mtp")
+    (pages,) = engine.page_tables([24])
+    row = Row(tokens=[1], start=20, pages=pages, sample=GREEDY)
+    with pytest.raises(RowsFailed, match=why):
+        engine.model.draw([msgspec.structs.replace(row, **changes)])
+
+
+def test_nobody_proposes_without_a_drafter(llama: Path) -> None:
+    engine = whole(llama)
+    (pages,) = engine.page_tables([24])
+    with pytest.raises(RowsFailed, match="there is no drafter"):
+        engine.model.draw([Row(tokens=[1], start=0, pages=pages, sample=GREEDY, propose=1)])
