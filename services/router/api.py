@@ -105,8 +105,8 @@ class Api:
     async def _constrained(self, job: Job, wanted: Constraint | None, begins: Begins) -> Job:
         if wanted is None:
             return job
-        text = wanted.text(begins, self._model.marker)
-        grammar = await compiled(wanted, text, job.stop_token_ids, self._service.grammars)
+        model, service = self._model, self._service
+        grammar = await compiled(wanted, begins, model.marker, job.stop_token_ids, service.grammars)
         return msgspec.structs.replace(job, grammar=grammar)
 
     async def _answer(self, http: web.Request, endpoint: str, prepare: Prepare) -> web.StreamResponse:
