@@ -153,7 +153,7 @@ class RouterSettings(Settings, frozen=True, kw_only=True):
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "think"],
-        Meta(description="think: thoughts between <think> and </think>; auto: where the chat template has them"),
+        Meta(description="think: thoughts stand in think tags; auto: where the chat template has such"),
     ] = "auto"
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 4 << 20
 

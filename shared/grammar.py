@@ -45,7 +45,7 @@ MAX_PENDING = 256
 """Grammars that may wait to be compiled."""
 
 COMPILE_S = 5.0
-"""Longest wait for a compiled grammar."""
+"""Longest wait for a compiled grammar, the work for which is bounded: it says that the machine is too slow."""
 
 
 class Matcher:
@@ -108,6 +108,11 @@ class Vocabulary:
         self._tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._native: llguidance.LLTokenizer | None = None
 
+    @property
+    def ready(self) -> bool:
+        """`native` gives at once."""
+        return self._native is not None
+
     def native(self) -> llguidance.LLTokenizer:
         """Blocks. Raises `GrammarError` where the engine cannot use this tokenizer."""
         if self._native is None:
@@ -118,9 +123,10 @@ class Vocabulary:
         try:
             text = self._tokenizer()
             eos = list(self.eos_token_ids) or None
-            native = llguidance.LLTokenizer(text, eos_token=eos, slices=llguidance.LLTokenizer.json_slices())
+            slices = llguidance.LLTokenizer.json_slices()
+            native = llguidance.LLTokenizer(text, eos_token=eos, slices=slices)
             if native.vocab_size < self.vocab_size:
-                native = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+                native = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos, slices=slices)
         except (OSError, ValueError) as error:
             raise GrammarError(f"this model's tokenizer cannot be used with grammars: {error}") from None
         return native
@@ -138,15 +144,18 @@ class Compiler:
     async def compile(self, grammar: Grammar, end_tokens: Collection[int]) -> Matcher:
         """A matcher at the beginning of an output that `end_tokens` end: of the model's own tokens for that only those of them
         may come. Raises `GrammarError` where the text is no grammar, is too complex, or matches nothing; `Refused` where too
-        many wait."""
+        many wait, or the machine is too slow."""
         if self._pending >= MAX_PENDING:
             raise Refused("too many grammars wait to be compiled", status=429)
         self._pending += 1
         try:
+            loop = asyncio.get_running_loop()
+            if not self._vocabulary.ready:
+                await loop.run_in_executor(self._thread, self._vocabulary.native)
             async with asyncio.timeout(COMPILE_S):
-                native = await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, grammar)
+                native = await loop.run_in_executor(self._thread, self._compiled, grammar)
         except TimeoutError:
-            raise GrammarError(f"it was not compiled within {COMPILE_S:g} s") from None
+            raise Refused(f"the grammar was not compiled within {COMPILE_S:g} s") from None
         finally:
             self._pending -= 1
         disallowed = [token for token in self._vocabulary.eos_token_ids if token not in end_tokens]

@@ -46,7 +46,7 @@ def _near(seed: int) -> Change:
             case bool() | None:
                 return not value
             case int():
-                return min((value + 1, value - 1, 0, 2**31, value * 1000 + seed)[seed % 5], 2**63)
+                return max(-(2**63), min((value + 1, value - 1, 0, 2**31, value * 1000 + seed)[seed % 5], 2**63))
             case float():
                 return (0.0, value / 2, -value, 1e6)[seed % 4]
             case str():

@@ -272,6 +272,6 @@ def _match(matcher: Matcher, token: int, outcome: Outcome) -> None:
     try:
         matcher.accept(token)
     except GrammarError as error:
-        outcome.tokens, outcome.finish, outcome.error = [], None, error
+        outcome.tokens, outcome.finish, outcome.error = outcome.tokens[:-1], None, error
     else:
         outcome.finish = "stop" if matcher.finished else outcome.finish

@@ -109,8 +109,8 @@ class Api:
         """All choices of a request match the same grammar."""
         if wanted is None:
             return jobs
-        text = wanted.text(begins, self._model.marker)
-        grammar = await compiled(wanted, text, jobs[0].stop_token_ids, self._service.grammars)
+        model, service = self._model, self._service
+        grammar = await compiled(wanted, begins, model.marker, jobs[0].stop_token_ids, service.grammars)
         return [msgspec.structs.replace(job, grammar=grammar) for job in jobs]
 
     async def _answer(self, http: web.Request, endpoint: str, prepare: Prepare) -> web.StreamResponse:

@@ -51,10 +51,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         messages: list[dict[str, Any]],
         kwargs: dict[str, Any] | None,
         tools: list[dict[str, Any]] | None = None,
+        ending: Ending = "generation",
     ) -> str:
         if self.template is None:
             raise RequestError(f"{self.name} has no chat template: use /v1/completions", param="messages")
-        return self.template.render(messages, kwargs, tools)
+        return self.template.render(messages, kwargs, tools, ending)
 
     def marker(self, text: str) -> str:
         """`text` as a Lark grammar has it: where it is a special token, that token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import llguidance
 import msgspec
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.router.dialects import THINK, THOUGHT
 from services.router.openai_types import Common, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
@@ -20,6 +21,13 @@ from shared.messages import Grammar
 
 MAX_CHARACTERS = 1 << 17
 """Of a schema as JSON, a regex, or a grammar."""
+
+MAX_GRAMMAR_BYTES = 1 << 18
+"""Of all together."""
+
+MAX_GBNF_CHARACTERS = 1 << 13
+MAX_GBNF_RULES = 128
+"""Converting it takes the square of its rules."""
 
 MAX_DEPTH = 64
 """Of a schema's nesting."""
@@ -69,8 +77,17 @@ def constraint(request: Common) -> Constraint | None:
     return _structured(options)
 
 
-async def compiled(wanted: Constraint, text: str, end_tokens: list[int], compiler: Compiler) -> Grammar:
-    """`text` is that of `wanted`. Raises `RequestError` where it cannot be compiled within the limits, a decoder's too."""
+async def compiled(
+    wanted: Constraint, begins: Begins, marker: Marker, end_tokens: list[int], compiler: Compiler
+) -> Grammar:
+    """For an output that begins so. Raises `RequestError` where it cannot be compiled within the limits, a decoder's too."""
+    if any("gbnf" in entry for entry in wanted.entries):
+        wanted = await asyncio.to_thread(_converted, wanted)
+    text = wanted.text(begins, marker)
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+        raise _wrong(
+            wanted.param, f"makes a grammar of {len(text.encode())} bytes; at most {MAX_GRAMMAR_BYTES} are taken"
+        )
     grammar = Grammar(text=text)
     try:
         await compiler.compile(grammar, end_tokens)
@@ -148,11 +165,31 @@ def lead(until: str, marker: Marker) -> str:
 
 
 def of_grammar(text: str, param: str) -> Entry:
+    """Lark, or GBNF, which is converted later."""
+    rules = text.count("::=")
+    if not rules:
+        return {"lark_grammar": text}
+    if rules > MAX_GBNF_RULES or len(text) > MAX_GBNF_CHARACTERS:
+        takes = f"GBNF of at most {MAX_GBNF_CHARACTERS} characters and {MAX_GBNF_RULES} rules; Lark may be longer"
+        raise _wrong(param, f"takes {takes}")
+    return {"gbnf": text}
+
+
+def _converted(wanted: Constraint) -> Constraint:
+    """With GBNF as Lark. In a thread: it takes some time, and gives others theirs."""
+    entries = tuple(
+        {"lark_grammar": _as_lark(entry["gbnf"], wanted.param)} if "gbnf" in entry else entry
+        for entry in wanted.entries
+    )
+    return Constraint(entries, wanted.param)
+
+
+def _as_lark(gbnf: str, param: str) -> str:
     try:
-        lark: str = any_to_lark(text)
+        lark: str = gbnf_to_lark(gbnf)
     except Exception as error:  # noqa: BLE001 - the converter raises whatever a malformed text leads it to
-        raise _wrong(param, f"neither GBNF nor Lark: {error}") from None
-    return {"lark_grammar": lark}
+        raise _wrong(param, f"is no GBNF: {error}") from None
+    return lark
 
 
 def _parsed(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.decode.scheduler import DecodeScheduler
-from services.decode.sequence import Sequence
+from services.decode.sequence import Outcome, Sequence
+from shared.errors import GrammarError
 from shared.kv.ledger import PagePool
 from shared.messages import InstanceRef, Sampling
 
@@ -306,3 +307,44 @@ def test_rows_score_each_prompt_token_once_however_often_they_are_computed() -> 
     assert (again.first, again.targets) == (3, [14]), "of the output nothing"
     seq.scored = 4
     assert seq.row(0, 6, b"", samples=True).scoring is None
+
+
+class Only:
+    """A matcher of one text; the rest of its interface is not used here."""
+
+    def __init__(self, *text: int) -> None:
+        self.left = list(text)
+
+    @property
+    def finished(self) -> bool:
+        return not self.left
+
+    def accept(self, token: int) -> None:
+        if not self.left or self.left.pop(0) != token:
+            raise GrammarError(f"{token} is not allowed")
+
+
+def test_a_complete_output_ends_with_stop_and_a_wrong_token_with_an_error() -> None:
+    expected = reference([1, 2, 3], 8)
+    toy = Toy(8)
+    complete, longest = sequence("complete", [1, 2, 3]), sequence("longest", [1, 2, 3], max_tokens=3)
+    wrong, stopped = sequence("wrong", [1, 2, 3]), sequence("stopped", [1, 2, 3], stop=frozenset({expected[0]}))
+    for matched, text in ((complete, expected[:3]), (longest, expected[:3]), (wrong, [expected[0], 0]), (stopped, [0])):
+        matched.matcher = Only(*text)  # type: ignore[assignment]
+        assert toy.admit(matched)
+    ended: dict[str, Outcome] = {}
+    while rows := toy.scheduler.plan():
+        outcomes = toy.scheduler.apply(rows, [toy_next(row.sequence.tokens) for row in rows])
+        ended |= {outcome.sequence.attempt: outcome for outcome in outcomes if outcome.finish or outcome.error}
+        toy.pool.check_integrity()
+    assert {name: outcome.finish for name, outcome in ended.items()} == {
+        "complete": "stop",
+        "longest": "stop",
+        "stopped": "stop",
+        "wrong": None,
+    }
+    assert ended["complete"].tokens == [expected[2]]
+    assert ended["stopped"].tokens == []
+    assert ended["wrong"].tokens == []
+    assert str(ended["wrong"].error) == f"{expected[1]} is not allowed"
+    assert toy.pool.free == toy.pool.num_pages

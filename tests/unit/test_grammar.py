@@ -17,6 +17,7 @@ from services.router.structured import (
     ANY_OBJECT,
     Constraint,
     Entry,
+    _converted,
     literal,
     of_choice,
     of_grammar,
@@ -78,7 +79,7 @@ def drawn(matcher: Matcher, seed: int = 0, longest: int = 400) -> str | None:
 
 
 def grammar(entry: Entry) -> Grammar:
-    return Grammar(text=Constraint((entry,), "").text("closed", literal))
+    return Grammar(text=_converted(Constraint((entry,), "")).text("closed", literal))
 
 
 async def compile_text(compiler: Compiler, entry: Entry) -> Matcher:
