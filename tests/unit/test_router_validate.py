@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.choices import completion_prompts
 from services.router.openai_types import NEUTRAL, ChatRequest, CompletionRequest
 from services.router.validate import (
     MAX_CHOICES,
@@ -17,7 +18,6 @@ from services.router.validate import (
     Prompt,
     chat_messages,
     check,
-    completion_prompts,
     decode,
     plan,
     template_kwargs,
