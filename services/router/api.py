@@ -15,7 +15,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from services.router.answers import OpenStream, Stream, StreamedAnswer, WholeAnswer, body_of
 from services.router.attempts import Attempt
-from services.router.choices import jobs_of, prompt_of, together
+from services.router.choices import completion_prompts, jobs_of, prompt_of, together
 from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
 from services.router.openapi import add_openapi
@@ -29,7 +29,6 @@ from services.router.validate import (
     Job,
     Prompt,
     check,
-    completion_prompts,
     decode,
 )
 from shared.errors import AttemptFailed, BusError, Refused, RequestError

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from services.router.model import ServedModel
 from services.router.openai_types import CompletionRequest
-from services.router.validate import MAX_CHOICES, Job, Limits, Prompt, Request, plan
+from services.router.validate import MAX_CHOICES, Job, Limits, Prompt, Request, plan, shown
 from shared.errors import RequestError
 
 _STEP = 0x9E3779B97F4A7C15
@@ -44,6 +44,31 @@ def _choice(first: Job, job: Job, index: int, number: int, seed: int | None) -> 
         repeats_prompt=number > 0,
         sampling=msgspec.structs.replace(job.sampling, seed=drawn),
     )
+
+
+def completion_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+    """The prompts of a completion: text or token ids, one or a list of them."""
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MAX_CHOICES:
+        raise RequestError(f"prompt: takes at most {MAX_CHOICES} prompts, not {len(prompts)}", param="prompt")
+    return [
+        _completion_prompt(one, f"prompt.{i}" if len(prompts) > 1 else "prompt", vocab_size)
+        for i, one in enumerate(prompts)
+    ]
+
+
+def _completion_prompt(prompt: Any, param: str, vocab_size: int) -> str | list[int]:
+    if not isinstance(prompt, str | list):
+        raise RequestError(f"{param} is neither text nor a list of token ids", param=param, code="invalid_type")
+    if not prompt:
+        raise RequestError(f"{param} is empty", param=param, code="empty_string")
+    if isinstance(prompt, str):
+        return prompt
+    for token in prompt:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise RequestError(f"{param}: {shown(token)} is not a token id from 0 to {vocab_size - 1}", param=param)
+    return prompt
 
 
 async def prompt_of(request: CompletionRequest, given: str | list[int], model: ServedModel) -> Prompt:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from services.router.detokenize import Vocabulary
 from services.router.dialects import SILENT, Manner
 from services.router.structured import literal
-from services.router.template import ChatTemplate
+from services.router.template import ChatTemplate, Ending
 from shared.errors import ModelError, RequestError
 from shared.messages import ModelIdentity
 

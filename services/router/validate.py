@@ -178,32 +178,6 @@ def template_kwargs(request: ChatRequest, model: ServedModel) -> dict[str, Any] 
     return {**(request.chat_template_kwargs or {}), "reasoning_effort": request.reasoning_effort}
 
 
-def completion_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a completion: text or token ids, one or a list of them."""
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-    prompts = prompt if several else [prompt]
-    if len(prompts) > MAX_CHOICES:
-        raise RequestError(f"prompt: takes at most {MAX_CHOICES} prompts, not {len(prompts)}", param="prompt")
-    return [
-        _completion_prompt(one, f"prompt.{i}" if len(prompts) > 1 else "prompt", vocab_size)
-        for i, one in enumerate(prompts)
-    ]
-
-
-def _completion_prompt(prompt: Any, param: str, vocab_size: int) -> str | list[int]:
-    if not isinstance(prompt, str | list):
-        raise RequestError(f"{param} is neither text nor a list of token ids", param=param, code="invalid_type")
-    if not prompt:
-        raise RequestError(f"{param} is empty", param=param, code="empty_string")
-    if isinstance(prompt, str):
-        return prompt
-    for token in prompt:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            shown = _shown(token)
-            raise RequestError(f"{param}: {shown} is not a token id from 0 to {vocab_size - 1}", param=param)
-    return prompt
-
-
 def check(request: Request, model: ServedModel) -> None:
     """What needs no tokens: the model's name, parameters' ranges, parameters that are not supported."""
     if request.model != model.name:
@@ -237,14 +211,14 @@ _UNSUPPORTED: dict[type, tuple[str, ...]] = {
 def _check_neutral(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None and not any(_same(value, allowed) for allowed in NEUTRAL[name]):
-            raise _unsupported(name, f"{name}={_shown(value)} is not supported")
+            raise _unsupported(name, f"{name}={shown(value)} is not supported")
 
 
 def _same(value: object, allowed: object) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= 60 else text[:57] + "..."
 

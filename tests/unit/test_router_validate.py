@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.choices import completion_prompts
 from services.router.messages import chat_messages
 from services.router.openai_types import NEUTRAL, ChatRequest, CompletionRequest
 from services.router.talk import Talk
@@ -18,7 +19,6 @@ from services.router.validate import (
     Limits,
     Prompt,
     check,
-    completion_prompts,
     decode,
     plan,
 )
