@@ -70,18 +70,21 @@ class Matcher:
             raise _error(self._native)
 
     def admissible(self, drafts: Sequence[int]) -> int:
-        """How many of `drafts`, from the first, the grammar allows one after the other; one that ends the output is none: nothing
-        comes after it. Changes nothing."""
-        before_end = list(takewhile(lambda draft: draft not in self._ends, drafts))
-        return self._native.validate_tokens(before_end)
+        """How many of `drafts`, from the first, the grammar allows one after the other. Changes nothing."""
+        return self._native.validate_tokens(list(drafts))
+
+    def before_end(self, drafts: Sequence[int]) -> list[int]:
+        """Those that are admissible and after which there is something to say: what `masks` takes."""
+        going_on = list(takewhile(lambda draft: draft not in self._ends, drafts))
+        return going_on[: self.admissible(going_on)]
 
     def masks(self, drafts: Sequence[int] = ()) -> bytes:
         """Which tokens may come now, and after each of `drafts`: len(drafts) + 1 masks, one after the other, each of
         ceil(vocab / 32) * 4 bytes; bit t of a mask (little-endian) is set where token t may come. Tokens that end the output
         may come exactly where the grammar can end.
 
-        All drafts must be admissible. The matcher stands where it stood, also where this raises `GrammarError`: for a draft
-        that is not admissible, or at a limit.
+        All drafts must be `before_end`. The matcher stands where it stood, also where this raises `GrammarError`: for a draft
+        that is not, or at a limit.
         """
         masks = [self._mask()]
         for i, draft in enumerate(drafts):

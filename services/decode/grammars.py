@@ -69,7 +69,7 @@ def _fill(rows: Rows[PlannedRow]) -> list[tuple[Sequence, GrammarError]]:
         matcher = row.sequence.matcher
         assert matcher is not None, "only rows with one are here"
         try:
-            allowed = row.drafts.tokens[: matcher.admissible(row.drafts.tokens)]
+            allowed = matcher.before_end(row.drafts.tokens)
             row.drafts = row.drafts._replace(tokens=allowed)
             row.mask = matcher.masks(allowed)
         except GrammarError as error:

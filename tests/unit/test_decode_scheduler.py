@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.decode.scheduler import DecodeScheduler
-from services.decode.sequence import Outcome, Sequence
+from services.decode.sequence import NO_DRAFTS, Outcome, Sequence
 from shared.errors import GrammarError
 from shared.kv.ledger import PagePool
 from shared.messages import InstanceRef, Sampling
@@ -287,7 +287,7 @@ def test_a_prompt_with_nothing_to_follow_is_computed_in_chunks_and_ends() -> Non
         (row,) = rows
         assert not row.samples
         ranges.append((row.start, row.end))
-        outcomes = scheduler.apply(rows, [None])
+        outcomes = scheduler.apply(rows, [[]])
         pool.check_integrity()
     assert ranges == [(0, 5), (5, 10), (10, 12)]
     assert [(outcome.tokens, outcome.finish) for outcome in outcomes] == [([], "length")]
@@ -297,16 +297,16 @@ def test_a_prompt_with_nothing_to_follow_is_computed_in_chunks_and_ends() -> Non
 def test_rows_score_each_prompt_token_once_however_often_they_are_computed() -> None:
     seq = sequence("a", [10, 11, 12, 13, 14])
     seq.prompt_logprobs = 2
-    first = seq.row(0, 3, b"", samples=False).scoring
+    first = seq.row(0, 3, b"", NO_DRAFTS, samples=False).scoring
     assert first is not None
     assert (first.first, first.targets, first.top) == (0, [11, 12, 13], 2)
     seq.scored = 3
     seq.tokens.append(15)
-    again = seq.row(0, 6, b"", samples=True).scoring
+    again = seq.row(0, 6, b"", NO_DRAFTS, samples=True).scoring
     assert again is not None
     assert (again.first, again.targets) == (3, [14]), "of the output nothing"
     seq.scored = 4
-    assert seq.row(0, 6, b"", samples=True).scoring is None
+    assert seq.row(0, 6, b"", NO_DRAFTS, samples=True).scoring is None
 
 
 class Only:
@@ -334,7 +334,7 @@ def test_a_complete_output_ends_with_stop_and_a_wrong_token_with_an_error() -> N
         assert toy.admit(matched)
     ended: dict[str, Outcome] = {}
     while rows := toy.scheduler.plan():
-        outcomes = toy.scheduler.apply(rows, [toy_next(row.sequence.tokens) for row in rows])
+        outcomes = toy.scheduler.apply(rows, [[toy_next(row.sequence.tokens)] for row in rows])
         ended |= {outcome.sequence.attempt: outcome for outcome in outcomes if outcome.finish or outcome.error}
         toy.pool.check_integrity()
     assert {name: outcome.finish for name, outcome in ended.items()} == {

@@ -150,6 +150,8 @@ async def test_drafts_over_the_end(compiler: Compiler) -> None:
     assert allowed(last) == {END}
     assert not matcher.finished
     assert matcher.admissible([drafts[0], END]) == 2
+    assert matcher.before_end([drafts[0], END, drafts[1]]) == [drafts[0]]
+    assert matcher.before_end([*drafts, drafts[1]]) == drafts
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_first_of_several_ranks_scores_known_tokens(tmp_path):
     first, second = on_ranks(2, run)
     assert list(first.scores) == [1]
     assert second.scores == {}
-    assert first.tokens == [int(logits[8].argmax()), None]
+    assert first.tokens == [[int(logits[8].argmax())], []]
     assert len(first.scores[1]) == len(TOKENS) - 3 > SCORED_AT_ONCE
     for at, one in enumerate(first.scores[1], 2):
         assert one.logprob == pytest.approx(known[at, TOKENS[at + 1]], abs=1e-3)

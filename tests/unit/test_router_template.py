@@ -39,13 +39,13 @@ def test_a_prompt_ends_where_it_is_told(content: str, ending: Ending, expected: 
         "<s>{% for m in messages %}[{{ m.content | trim }}]</s>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    made = ChatTemplate(source, {}).render([{"role": "assistant", "content": content}], None, ending)
+    made = ChatTemplate(source, {}).render([{"role": "assistant", "content": content}], None, None, ending)
     assert made == expected
 
 
 def test_a_message_that_is_not_there_as_it_is_cannot_be_gone_on_with() -> None:
     with pytest.raises(RequestError) as raised:
-        ChatTemplate("{{ messages[0].content | upper }}", {}).render(USER, None, "within")
+        ChatTemplate("{{ messages[0].content | upper }}", {}).render(USER, None, None, "within")
     assert raised.value.param == "continue_final_message"
 
 
