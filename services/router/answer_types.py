@@ -26,16 +26,30 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatLogprob]
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON")]
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(msgspec.Struct):
     role: Literal["assistant"]
-    content: str | None
+    content: Annotated[str | None, Meta(description="null where there are only calls or thoughts")]
+    refusal: None
+    reasoning_content: str | None | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: str
+    finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

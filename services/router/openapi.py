@@ -122,7 +122,7 @@ def _errors(*statuses: str) -> dict[str, Any]:
 def _post(
     name: str, summary: str, description: str, request: str, answer: str, *, streams: bool = False
 ) -> dict[str, Any]:
-    content = _json(answer) | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
+    content = _json(answer) | ({"text/event-stream": {}} if streams else {})
     return {
         "operationId": name,
         "summary": summary,
