@@ -7,7 +7,7 @@ export TORCH TORCH_INDEX
 NATIVE_SOURCES := $(shell find native -name '*.cpp' -o -name '*.h')
 BUILT_FROM := pyproject.toml scripts/setup.sh $(NATIVE_SOURCES) $(shell find native -name CMakeLists.txt)
 
-.PHONY: serve test check check-native test-compose bench chaos env build format clean
+.PHONY: serve test check check-native test-compose bench loadtest chaos env build format clean
 
 serve: $(VENV)/run.stamp ## a whole mesh on this machine, with the default model (KVMESH_MODEL: another)
 	@$(BIN)/kvmesh up --restart yes
@@ -35,7 +35,12 @@ bench: env ## the benchmarks, one after another; tables on the screen, JSON in r
 	@$(PY) -m loadtest.bench_fabric
 	@$(PY) -m loadtest.bench_engine
 	@$(PY) -m loadtest.bench_overlap
+	@$(PY) -m loadtest.bench_interference
 	@$(PY) -m loadtest.bench_speculation
+
+loadtest: env ## Locust against a mesh on this machine: LOCUST="--users 4 --run-time 60s --rate 1"; the report is report/load.html
+	@mkdir -p report
+	@$(PY) -m loadtest.run_locust $(or $(LOCUST),--users 4 --run-time 60s)
 
 chaos: env ## two minutes of random faults under load; another seed: make chaos SEED=7
 	@mkdir -p report

@@ -11,15 +11,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-_READY = re.compile(r"kvmesh  (\S+) +ready   (\S+)")
+_READY = re.compile(r"kvmesh  (\S+) +ready   (\S+)(?:   pid (\d+))?")
 
 
 class LocalMesh:
-    """`urls`: name of each part → its base URL."""
+    """`urls`: name of each part → its base URL; `pids`: its process id."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.urls: dict[str, str] = {}
+        self.pids: dict[str, int] = {}
 
     @property
     def url(self) -> str:
@@ -57,6 +58,7 @@ def _wait_ready(mesh: LocalMesh, deadline: float) -> None:
         said.append(line)
         if match := _READY.match(line):
             mesh.urls[match[1]] = match[2]
+            mesh.pids[match[1]] = int(match[3] or 0)
         if "The mesh is ready" in line:
             return
         if time.monotonic() > deadline:

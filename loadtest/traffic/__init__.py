@@ -1,0 +1,1 @@
+"""Which requests a load test makes: drawn, or read from a trace."""
