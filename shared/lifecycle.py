@@ -9,8 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -50,6 +50,15 @@ def run(main: Main, settings: Settings) -> None:
         fail(settings.name, first(known))
     finally:
         traces.shutdown()
+
+
+def spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` in the group, or not at all where the group takes nothing any more: its process is ending, and what still
+    comes in from outside comes too late."""
+    try:
+        tasks.create_task(work)
+    except RuntimeError:
+        work.close()
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -14,6 +14,7 @@ from shared import subjects
 from shared.errors import AttemptFailed, BusError, FabricError, NobodyListens
 from shared.instance import Instance
 from shared.kv import plan
+from shared.lifecycle import spawn
 from shared.messages import CancelPrefill, Drained, Prefill, RefusedReply, Reply
 from shared.messenger.receiver import Incoming, KvReceiver
 from shared.telemetry import traces
@@ -78,7 +79,7 @@ class Arrivals:
             if attempt is not None:
                 attempt.fail(AttemptFailed("transfer", f"the prefiller was lost: {error}"))
         self._metrics.fenced.inc()
-        self._tasks.create_task(self._receiver.fence(incarnation))
+        spawn(self._tasks, self._receiver.fence(incarnation))
 
     async def _bring_in(self, attempt: Attempt, incoming: Incoming) -> None:
         """One attempt's task from admission until its KV is here, or until its pages are free again."""

@@ -22,6 +22,7 @@ from shared.engine.protocol import Row, Step, StepDone, StepError
 from shared.errors import AttemptFailed, BusError, EngineError, FabricError, KvmeshError, MeshError
 from shared.instance import Instance
 from shared.kv.shards import layouts_fit
+from shared.lifecycle import spawn
 from shared.messages import Accepted, CancelPrefill, Drained, Load, Prefill, RefusedReply, Reply, ToPrefiller
 from shared.messenger import sender
 from shared.messenger.sender import KvSender
@@ -128,7 +129,7 @@ class PrefillService:
             case Prefill():
                 await message.reply(self._on_prefill(message.body, message))
             case CancelPrefill():
-                self._tasks.create_task(self._on_cancel(message.body, message))
+                spawn(self._tasks, self._on_cancel(message.body, message))
 
     def _on_prefill(self, prefill: Prefill, message: Message[ToPrefiller]) -> Reply:
         job = Job(prefill)

@@ -41,7 +41,7 @@ class Message(msgspec.Struct):
     role: Literal["assistant"]
     content: Annotated[str | None, Meta(description="null where there are only calls or thoughts")]
     refusal: None
-    reasoning_content: str | None | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
