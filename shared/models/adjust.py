@@ -19,9 +19,11 @@ OUTSIDE = np.float32(-2e30)
 that the mask has is forbidden, one of it is drawn all the same."""
 
 
-def adjust(logits: npt.NDArray[np.float32], row: BatchRow, drafts: Sequence[int] = ()) -> None:
+def adjust(logits: npt.NDArray[np.float32], row: BatchRow, drafts: Sequence[int] = (), *, masked: bool = True) -> None:
     """`logits` `[vocab]` of one place of a row, in place; `drafts` are the row's drafts before that place, which are history like
-    the rest. The rules are those of `messages.Sampling`. Raises `ValueError` for a token that the vocabulary does not have."""
+    the rest. The rules are those of `messages.Sampling`. `masked` False: for a place after the row's own, of which its mask
+    knows nothing; what is proposed there is held against the grammar before it is verified. Raises `ValueError` for a token
+    that the vocabulary does not have."""
     sampling = row.sample
     assert sampling is not None, "a row that draws"
     if sampling.logit_bias:
@@ -32,7 +34,7 @@ def adjust(logits: npt.NDArray[np.float32], row: BatchRow, drafts: Sequence[int]
         _penalise(logits, sampling, history, row.prompt_tokens)
     if row.forbidden:
         logits[_tokens(row.forbidden, logits.size, "forbidden")] = NEVER
-    if row.mask:
+    if row.mask and masked:
         keep_masked(logits, row.mask, len(drafts))
 
 

@@ -70,7 +70,7 @@ class Drawer:
             return [tokens[0] for tokens in told(self._tensor, [[]] * len(places), 1)]
         try:
             for at, place in zip(logits, places, strict=True):
-                adjust(at, rows[place.row], place.drafts)
+                adjust(at, rows[place.row], place.drafts, masked=False)
             tokens = sample(self._context, logits, [p.sampling for p in places], [p.position for p in places])
         except ValueError as error:
             tell_failure(self._tensor, len(places), 1)
