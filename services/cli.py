@@ -13,6 +13,10 @@ COMMANDS = {
     "credentials": ("services.up.credentials", "certificates, users and rights for a broker that others can reach"),
     "key": ("services.router.new_key", "a new API key for the router"),
     "fetch": ("services.fetch", "the model's directory, fetched where it is not here yet"),
+    "doctor": (
+        "services.doctor.main",
+        "whether this machine and its mesh are well, and from what length splitting pays",
+    ),
     "probe": ("services.probe", "whether the service of this host lives, or is ready"),
     "settings": ("services.settings", "every setting with its default, as the README's table"),
 }
