@@ -115,15 +115,19 @@ async def _loopback(settings: InstanceSettings, findings: list[Finding]) -> None
 
 
 async def _mesh(settings: InstanceSettings, findings: list[Finding], usable: bool) -> None:
+    what, todo = "broker", "start it, or set KVMESH_NATS_URL and what lets you in: see the settings of that name"
     try:
         async with Bus.connect(Access.of(settings), name="doctor", timeout_s=BROKER_S) as bus:
             times = await mesh.round_trips(bus)
             findings.append(mesh.judge_broker(times))
+            what, todo = (
+                "announcements",
+                "use the router's KVMESH_NATS_USER and KVMESH_NATS_PASSWORD: others may not listen",
+            )
             instances = await mesh.listen(bus, max(1.0, 2 * settings.heartbeat_s))
             malformed = bus.malformed
     except (BusError, ConfigError) as error:
-        todo = "start it, or set KVMESH_NATS_URL and, where it has users, the router's KVMESH_NATS_USER and _PASSWORD"
-        findings.append(Finding("fail", "broker", f"{error}; {todo}"))
+        findings.append(Finding("fail", what, f"{error}; {todo}"))
         return
     findings.extend(mesh.judge_pairs(instances, malformed))
     reached = await _reach(settings, instances, findings, usable)

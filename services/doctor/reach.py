@@ -78,8 +78,9 @@ async def reach(instance: Announce, session: aiohttp.ClientSession, fabric: Fabr
 
 
 async def _fabric_connect(instance: Announce, fabric: Fabric | None) -> float | None:
-    """Seconds of a handshake over its control port, with the endpoints of all NICs. None where none is to be had: another
-    provider, or shm, whose locks a doctor should not share."""
+    """Seconds of a handshake over its control port, with the endpoints of all NICs. When the connection ends, a decoder fences
+    this identity and counts it (`kvmesh_fenced_peers`), as it does any peer's. None where none is to be had: another provider,
+    or shm, whose locks a doctor should not share."""
     if fabric is None or fabric.provider == "shm" or fabric.provider != instance.fabric.provider:
         return None
     begin = perf_counter()

@@ -203,3 +203,13 @@ def test_it_starts_without_the_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_native_module_that_does_not_load_is_a_finding() -> None:
+    code = (
+        "import sys; sys.modules['shared.transfer._native'] = None\n"
+        "from services.doctor.main import look_around; from shared.config import InstanceSettings\n"
+        "found = []; print(look_around(InstanceSettings(), found), found[0].level, found[0].what)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "fail", "libfabric"]

@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from services.prefill.metrics import PrefillMetrics
+from services.up.nats_config import nats_config, new_passwords
 from shared.messages import FabricEndpoint, Load
 from shared.telemetry.metrics import new_registry
 from shared.transfer.fabric import Fabric
@@ -94,6 +96,21 @@ async def test_what_cannot_be_reached_is_named(nats: Broker) -> None:
     assert found["decode d0"]["level"] == "fail"
     assert "http://127.0.0.1:1" in found["decode d0"]["text"]
     assert "not measured yet" in found["break-even tiny"]["text"]
+
+
+async def test_a_user_that_may_not_listen_is_told_which_may(tmp_path: Path) -> None:
+    passwords = new_passwords()
+    config = tmp_path / "nats.conf"
+    config.write_text(nats_config("127.0.0.1:-1", passwords))
+    with Broker(config) as broker:
+        flags = ("--nats-user", "decode", "--nats-password", passwords["decode"])
+        status, found = await doctor(broker, *flags)
+        assert status == 1
+        assert (found["broker"]["level"], found["announcements"]["level"]) == ("ok", "fail")
+        assert "the router's KVMESH_NATS_USER" in found["announcements"]["text"]
+        flags = ("--nats-user", "router", "--nats-password", passwords["router"])
+        _, found = await doctor(broker, *flags)
+        assert "no prefill and no decode instance is ready" in found["pairs"]["text"]
 
 
 async def test_without_a_broker_one_line_says_so() -> None:
