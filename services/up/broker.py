@@ -47,6 +47,12 @@ class Broker:
         )
         self.url = await _url(self.process, folder)
         self._port = int(self.url.rsplit(":", 1)[1])
+        _private(self.env_file, "".join(f"{name}={value}\n" for name, value in self.told("router").items()))
+
+    @property
+    def env_file(self) -> Path:
+        """What a router is told, for `kvmesh doctor` from outside. Its owner alone can read it; it goes with the mesh."""
+        return Path(self._folder.name) / "router.env"
 
     def told(self, role: Service) -> dict[str, str]:
         """The variables with which a process of that role reaches it."""
@@ -67,9 +73,8 @@ class Broker:
     def _write_config(self, folder: Path) -> str:
         """The passwords are in a file that only its owner can read, not in the list of processes."""
         config = folder / "nats.conf"
-        config.touch(mode=0o600)
         listen, ports = f"127.0.0.1:{self._port}", f"ports_file_dir: {json.dumps(str(folder))}"
-        config.write_text(nats_config(listen, self._passwords, extra=[ports]))
+        _private(config, nats_config(listen, self._passwords, extra=[ports]))
         return str(config)
 
 
@@ -85,3 +90,8 @@ async def _url(process: Process, folder: Path) -> str:
         raise KvmeshError(f"the broker did not listen within {START_S:g} s") from None
     url: str = json.loads(files[0].read_text())["nats"][0]
     return url
+
+
+def _private(path: Path, text: str) -> None:
+    path.touch(mode=0o600)
+    path.write_text(text)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from services.up.broker import Broker
 from services.up.parts import Part, UpSettings, plan
@@ -54,7 +56,7 @@ async def _run(broker: Broker, settings: UpSettings, stop: asyncio.Event) -> Non
         async with asyncio.TaskGroup() as watch:
             tasks = [
                 watch.create_task(_keep(broker, settings)),
-                watch.create_task(_announce_when_ready(parts, settings)),
+                watch.create_task(_announce_when_ready(broker, parts, settings)),
             ]
             tasks += [watch.create_task(part.run()) for part in parts]
             await stop.wait()
@@ -76,7 +78,7 @@ async def _keep(broker: Broker, settings: UpSettings) -> None:
         await broker.start()
 
 
-async def _announce_when_ready(parts: list[Supervised], settings: UpSettings) -> None:
+async def _announce_when_ready(broker: Broker, parts: list[Supervised], settings: UpSettings) -> None:
     try:
         async with asyncio.timeout(settings.start_timeout_s):
             for part in parts:
@@ -85,7 +87,7 @@ async def _announce_when_ready(parts: list[Supervised], settings: UpSettings) ->
     except TimeoutError:
         late = ", ".join(part.name for part in parts if not part.ready.is_set()) or "a working pair"
         raise PartEnded(f"not ready within {settings.start_timeout_s:g} s: {late}") from None
-    print(_try_it(parts[0].url, served), flush=True)
+    print(_try_it(parts[0].url, served, broker.env_file), flush=True)
 
 
 async def _until_pairs(url: str) -> str:
@@ -106,7 +108,7 @@ async def _until_pairs(url: str) -> str:
             return name
 
 
-def _try_it(url: str, model: str) -> str:
+def _try_it(url: str, model: str, env_file: Path) -> str:
     body = {
         "model": model,
         "stream": True,
@@ -115,7 +117,8 @@ def _try_it(url: str, model: str) -> str:
     }
     return (
         f"\nThe mesh is ready. Try it:\n\n  curl -N {url}/v1/chat/completions "
-        f"-H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n\nCtrl-C stops it.\n"
+        f"-H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
+        f"How well it is:\n\n  env $(cat {env_file}) {sys.executable} -m services.cli doctor\n\nCtrl-C stops it.\n"
     )
 
 
