@@ -51,13 +51,13 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if not 0 < own.deadline_s <= 3600:
             raise ConfigError("--deadline-s", own.deadline_s, "a number of more than 0 and at most 3600")
+        faulthandler.dump_traceback_later(own.deadline_s + GRACE_S, exit=True)
         settings = settle(config.load(InstanceSettings, rest, os.environ, prog="kvmesh doctor"), "router")
     except ConfigError as error:
         findings = [Finding("fail", "settings", str(error))]
     else:
-        faulthandler.dump_traceback_later(own.deadline_s + GRACE_S, exit=True)
         findings = asyncio.run(examine(settings, own.deadline_s))
-        faulthandler.cancel_dump_traceback_later()
+    faulthandler.cancel_dump_traceback_later()
     print((as_json if own.json else as_text)(findings))
     raise SystemExit(exit_status(findings))
 
