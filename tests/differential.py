@@ -29,6 +29,10 @@ def text(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", {"model": "tiny", "prompt": PROMPT, **fields}
 
 
+def _enum(values: list[Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": values}, "strict": True}}
+
+
 REQUESTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "prompts: text, ids, lists; templates, endings": [
         chat(**LOW),
@@ -84,6 +88,14 @@ REQUESTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         text(prompt=IDS, echo=True, logprobs=2, **HOT),
         text(prompt=["one <|user|>", [9]], echo=True, logprobs=1, skip_special_tokens=False, **LOW),
         text(prompt="na\u00efve \U0001f642 " * 40, echo=True, logprobs=1, **LOW),
+    ],
+    "structured output: regex, choice, a schema": [
+        text(structured_outputs={"regex": "[EF]{3,9}G?"}, **LONG),
+        text(structured_outputs={"regex": "(ab|ba){2,5}"}, logprobs=2, n=2, **HOT),
+        chat(structured_outputs={"choice": ["EF", "EFEF", "GE"]}, logit_bias=EF, logprobs=True, **LOW),
+        chat(structured_outputs={"choice": ["one", "two", "three"]}, n=3, **HOT),
+        chat(response_format=_enum(["E", "EF", "EFE", 17]), **HOT),
+        text(response_format=_enum(["E", "FE"]), min_tokens=3, **LOW),
     ],
     "ends: stop strings and ids, lengths, end of sequence": [
         text(max_tokens=1, temperature=0),

@@ -4,12 +4,14 @@ cache, no batch, no part of the services. Byte-level tokenizers only."""
 from __future__ import annotations
 
 import codecs
+import json
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 import numpy.typing as npt
+import regex
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -34,6 +36,7 @@ class Reference:
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._context = _kernels.Context(1, "auto")
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._all = set(range(self._tokenizer.get_vocab_size()))
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def answer(self, asked: dict[str, Any], *, chat: bool) -> dict[str, Any]:
@@ -126,13 +129,30 @@ class Reference:
         most = asked.get("max_completion_tokens", asked.get("max_tokens", POSITIONS - len(prompt) if chat else 16))
         ends = {*([] if asked.get("ignore_eos") else [END]), *asked.get("stop_token_ids", [])}
         while len(output) < most:
-            token = self._drawn(prompt, output, sampling, ends if len(output) < sampling.min_tokens else set())
+            never = ends if len(output) < sampling.min_tokens else set[int]()
+            allowed = self._allowed(asked, output)
+            token = self._drawn(prompt, output, sampling, never if allowed is None else never | (self._all - allowed))
             if token in ends:
                 return output, None, "stop"
             output.append(token)
+            if allowed is not None and not (self._allowed(asked, output) or set()) - {END}:
+                return output, None, "stop"
             if (cut := self._stop(asked, output)) is not None:
                 return output, cut, "stop"
         return output, None, "length"
+
+    def _allowed(self, asked: dict[str, Any], output: list[int]) -> set[int] | None:
+        """After which the text can still become one that is wanted; `END` where it is one already. None: all."""
+        pattern = _pattern(asked)
+        if pattern is None:
+            return None
+        said = b"".join(self._spelled(token)[1] for token in output)
+        more = {
+            token
+            for token in self._all - self._special
+            if regex.fullmatch(pattern, said + self._spelled(token)[1], partial=True)
+        }
+        return more | {END} if regex.fullmatch(pattern, said) and not asked.get("ignore_eos") else more
 
     def _sampling(self, asked: dict[str, Any], number: int) -> Sampling:
         same = ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens")
@@ -232,6 +252,20 @@ class Reference:
             return raw.decode(), raw
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+
+def _pattern(asked: dict[str, Any]) -> bytes | None:
+    """Of a regex, of choices, or of the values of an enum in JSON."""
+    wanted, shape = asked.get("structured_outputs", {}), asked.get("response_format")
+    if shape is not None:
+        texts = [json.dumps(value) for value in shape["json_schema"]["schema"]["enum"]]
+    elif "regex" in wanted:
+        return str(wanted["regex"]).encode()
+    elif "choice" in wanted:
+        texts = wanted["choice"]
+    else:
+        return None
+    return "|".join(f"(?:{regex.escape(text)})" for text in texts).encode()
 
 
 def _certain(raw: bytes) -> str:

@@ -79,13 +79,15 @@ class WholeAnswer:
     def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprob]) -> bool:
         if self.stopped:
             return True
-        self._logprobs.feed(tokens, logprobs)
+        before = self._output.tokens
         if self._speech is None:
             self._pieces.append(self._output.feed(tokens))
         else:
             self._message.add(hear(self._output, self._speech, tokens))
+        taken = self._output.tokens - before
+        self._logprobs.feed(tokens[:taken], logprobs)
         if self.job.return_token_ids:
-            self._tokens += tokens
+            self._tokens += tokens[:taken]
         return self.stopped
 
     def on_prompt(self, logprobs: list[TokenLogprob]) -> None:
@@ -224,11 +226,19 @@ class StreamedAnswer:
 
     def _event(self, tokens: list[int]) -> bytes:
         """The event for these tokens; empty where their text is not certain yet."""
+        before = self._output.tokens
+        pieces: list[Piece] = []
+        text = ""
+        if self._speech is None:
+            text = self._output.feed(tokens)
+        else:
+            pieces = hear(self._output, self._speech, tokens)
+        taken = self._output.tokens - before
+        self._logprobs.drop(len(tokens) - taken)
         if self._job.return_token_ids:
-            self._unsent += tokens
+            self._unsent += tokens[:taken]
         if self._speech is not None:
-            return self._pieces(hear(self._output, self._speech, tokens), self._speech)
-        text = self._output.feed(tokens)
+            return self._pieces(pieces, self._speech)
         if not text:
             return b""
         return self._chunks.text(text, self._take_unsent(), self._output.tokens, self._logprobs.take())

@@ -26,6 +26,11 @@ class Logprobs:
         self._text = vocabulary.detokenizer(keep_special=job.keep_special)
         self._length = 0 if job.echo is None else len(job.echo.text)
 
+    def drop(self, count: int) -> None:
+        """The last ones, of tokens that are not part of the output."""
+        if self._wanted is not None and count:
+            del self._pending[-count:]
+
     def feed_prompt(self, logprobs: list[TokenLogprob]) -> None:
         """The next of the prompt's tokens but the first, which follows nothing."""
         self._prompt += logprobs

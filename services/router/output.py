@@ -11,15 +11,16 @@ from shared.messages import FinishReason
 class Output:
     """The text of one choice as it grows."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "tokens")
+    __slots__ = ("_cuts", "_detokenizer", "_min_tokens", "_stops", "tokens")
 
     def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
         shown = job.manners.shown if job.manners is not None else frozenset()
         self._detokenizer = vocabulary.detokenizer(shown, keep_special=job.keep_special)
         self._stops = StopStrings(job.stops, keep=job.keep_stop)
-        self._min_tokens = job.sampling.min_tokens if job.stops else 0
+        self._cuts = bool(job.stops)
+        self._min_tokens = job.sampling.min_tokens  # a stop string does not count before
         self.tokens = 0
-        """Tokens in; all that were generated, whether their text is out or not."""
+        """Tokens in, whether their text is out or not; none after the one that completed a stop string."""
 
     @property
     def stopped(self) -> bool:
@@ -27,11 +28,18 @@ class Output:
         return self._stops.found
 
     def feed(self, tokens: list[int]) -> str:
-        """The text that can go out now."""
-        free = tokens[: max(0, self._min_tokens - self.tokens)]
-        self.tokens += len(tokens)
-        early = self._detokenizer.feed(free) if free else ""  # a stop string does not count before `min_tokens`
-        return early + self._stops.feed(self._detokenizer.feed(tokens[len(free) :]))
+        """The text that can go out now. However many tokens come at once, those after a stop string are not taken."""
+        if not self._cuts:
+            self.tokens += len(tokens)
+            return self._detokenizer.feed(tokens)
+        pieces: list[str] = []
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens += 1
+            text = self._detokenizer.feed([token])
+            pieces.append(text if self.tokens <= self._min_tokens else self._stops.feed(text))
+        return "".join(pieces)
 
     def flush(self) -> str:
         """The rest, after the last token."""

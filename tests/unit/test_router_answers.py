@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.router.answers import Stream, StreamedAnswer, WholeAnswer, body_of
 from services.router.attempts import Attempt
 from services.router.validate import Job
-from shared.messages import Sampling
+from shared.messages import Sampling, TokenLogprob
 from shared.web.errors import ErrorBody, ErrorDetail
 from shared.web.sse import EventStream
 from tests.tiny_model import byte_level, served_model
@@ -285,3 +285,36 @@ def test_a_stop_string_counts_from_min_tokens_on(split: int) -> None:
         answer.on_tokens(tokens[at : at + split], [])
     said = body(answer, attempt()[0])
     assert said["choices"][0]["message"]["content"] == "ab STOP cd "
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 5, 99])
+async def test_what_comes_after_a_stop_string_is_counted_nowhere_however_many_come_at_once(
+    keep: bool, size: int
+) -> None:
+    tokens = ids("abc.def.")
+    known = [TokenLogprob(-float(i), []) for i in range(len(tokens))]
+    fields = {"stops": ("c.d",), "keep_stop": keep, "return_token_ids": True, "kind": "text"}
+    asked = job(**fields, sampling=Sampling(temperature=0.0, logprobs=0), include_usage=True)
+    whole = WholeAnswer(asked, served_model().vocabulary)
+    for at in range(0, len(tokens), size):
+        whole.on_tokens(tokens[at : at + size], known[at : at + size])
+    answer = body(whole, attempt()[0])
+    (choice,) = answer["choices"]
+    until = next(i for i in range(len(tokens)) if "c.d" in byte_level().decode(tokens[: i + 1])) + 1
+    assert choice["text"] == ("abc.d" if keep else "ab")
+    assert choice["token_ids"] == tokens[:until]
+    assert answer["usage"]["completion_tokens"] == until
+    assert choice["logprobs"]["token_logprobs"] == [-float(i) for i in range(until)]
+    answers, wire, at_once = streamed(**fields, sampling=Sampling(temperature=0.0, logprobs=0), include_usage=True)
+    for at in range(0, len(tokens), size):
+        answers.on_tokens(tokens[at : at + size], known[at : at + size])
+    await answers.advance(at_once)
+    await answers.finish(at_once)
+    chunks = [chunk for chunk in wire.chunks if chunk["choices"]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == tokens[:until]
+    said = [
+        lp for chunk in chunks for lp in (chunk["choices"][0]["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    ]
+    assert said == [-float(i) for i in range(until)]
