@@ -56,6 +56,12 @@ if [ -n "$missing" ]; then
     fi
 fi
 
+if [ "$kind" = dev ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! command -v chromium >/dev/null 2>&1; then
+    echo "installing: chromium, for the console's tests"
+    { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } >/dev/null ||
+        echo "no chromium: the console's tests in a browser are skipped" >&2
+fi
+
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 echo "installing Python packages into $venv"

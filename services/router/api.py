@@ -16,6 +16,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from services.router.answers import OpenStream, Stream, StreamedAnswer, WholeAnswer, body_of
 from services.router.attempts import Attempt
 from services.router.choices import completion_prompts, jobs_of, prompt_of, together
+from services.router.console import add_console
 from services.router.keys import Holder, Keyring
 from services.router.openai_types import ChatRequest, CompletionRequest, ModelCard, ModelList
 from services.router.openapi import add_openapi
@@ -62,6 +63,7 @@ class Api:
         app.router.add_get("/v1/models/{id:.+}", self.model)
         TokensApi(self._model, self._allowed).add_to(app)
         add_openapi(app, self._model)
+        add_console(app, self._service, self._keys)
         add_health(app, self._service.readiness, self._service.metrics.registry)
         return app
 

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from services.router.answer_types import ChatCompletion, Completion, Health, Ready
+from services.router.console import PAGE, ConsoleState
 from services.router.model import ServedModel
 from services.router.openai_types import NEUTRAL, ChatRequest, CompletionRequest, ModelCard, ModelList
 from services.router.tokens_api import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -29,6 +30,7 @@ _STRUCTS = (
     Detokenized,
     Health,
     Ready,
+    ConsoleState,
     ErrorBody,
 )
 
@@ -98,6 +100,11 @@ def _paths() -> dict[str, Any]:
         spelled = _post(f"tokenize{name}", "Text to tokens.", _TOKENIZE, "TokenizeRequest", "Tokenized")
         back = _post(f"detokenize{name}", "Tokens to text.", "", "DetokenizeRequest", "Detokenized")
         paths |= {f"{prefix}/tokenize": {"post": spelled}, f"{prefix}/detokenize": {"post": back}}
+    for path, (name, kind) in PAGE.items():
+        paths[path] = {"get": _open(f"console_{name.replace('.', '_')}", "Of the console's page.", {kind: {}})}
+    state = _get("console_state", "What the console shows.", "ConsoleState")
+    del state["responses"]["404"]
+    paths["/console/state"] = {"get": state}
     ready = _open("ready", "Whether a request would find a working pair now.", _json("Ready"))
     ready["responses"]["503"] = {"description": "Not now: the reason.", "content": _json("Ready")}
     return paths | {

@@ -20,6 +20,7 @@ from services.router.courier import Courier
 from services.router.dispatch import Need, NoPair, NoRoom, Pair, choose, release, reserve
 from services.router.line import Line
 from services.router.metrics import RouterMetrics
+from services.router.recent import Finished, Recent
 from services.router.registry import Registry
 from services.router.validate import Job
 from shared.bus import Bus
@@ -76,7 +77,18 @@ class Request:
     `deadline` is loop time, which uvloop keeps in milliseconds; what is measured (`began`, `first_at`) is `time.monotonic`.
     """
 
-    __slots__ = ("_metrics", "avoid", "began", "consumer", "deadline", "first_at", "job", "last_at", "wanted")
+    __slots__ = (
+        "_metrics",
+        "avoid",
+        "began",
+        "consumer",
+        "deadline",
+        "first_at",
+        "job",
+        "last_at",
+        "queue_s",
+        "wanted",
+    )
 
     def __init__(self, job: Job, consumer: Consumer, metrics: RouterMetrics, *, began: float, timeout_s: float) -> None:
         self.job, self.consumer = job, consumer
@@ -86,6 +98,7 @@ class Request:
         self.wanted = asyncio.Event()
         self.first_at: float | None = None
         self.last_at = began
+        self.queue_s = 0.0
         self._metrics = metrics
 
     def reset(self) -> None:
@@ -119,6 +132,7 @@ class Relay:
         self._me, self._settings, self._bus, self._registry, self._metrics = me, settings, bus, registry, metrics
         self.table = AttemptTable()
         self.courier = Courier(bus)
+        self.recent = Recent()
         self.line: Line[Request, Attempt] = Line(
             self._offer, self._undo, max_length=settings.max_queue, patience_s=self._patience_s
         )
@@ -134,6 +148,11 @@ class Relay:
     def _patience_s(self) -> float:
         """A pair that was there a moment ago is waited for: an instance that died may be started again."""
         return self._settings.absence_s if self._registry.paired_within(RECENTLY_S, self._loop.time()) else 0.0
+
+    @property
+    def running(self) -> int:
+        """Requests in here, those in the line included."""
+        return self._running
 
     async def idle(self, timeout_s: float) -> None:
         """Until no request runs, or for `timeout_s`."""
@@ -151,10 +170,13 @@ class Relay:
         """
         self._running += 1
         self._idle.clear()
+        attempt = None
         try:
             async with asyncio.timeout_at(request.deadline):
-                return await self._run(request)
+                attempt = await self._run(request)
+            return attempt
         finally:
+            self.recent.add(_finished(request, attempt))
             self._running -= 1
             if not self._running:
                 self._idle.set()
@@ -193,7 +215,10 @@ class Relay:
         begin = time.monotonic()
         with _span("router.queue"):
             await self._await_broker()
-            attempt = await self.line.wait(request, min(request.deadline, patience), again=again)
+            try:
+                attempt = await self.line.wait(request, min(request.deadline, patience), again=again)
+            finally:
+                request.queue_s += time.monotonic() - begin
         self._metrics.queue.observe(time.monotonic() - begin)
         return attempt
 
@@ -342,6 +367,27 @@ class Relay:
         request.avoid[blamed.ref] = blamed.beats
         if failure.retryable:
             blamed.half_open = True
+
+
+def _finished(request: Request, attempt: Attempt | None) -> Finished:
+    """`attempt`: the one that made the answer."""
+    now, first = time.monotonic(), request.first_at
+    pair, timing = (None, None) if attempt is None else (attempt.pair, attempt.timing)
+    return Finished(
+        ended_unix_s=time.time(),
+        outcome="failed" if attempt is None else "ok",
+        prefiller=None if pair is None or pair.prefiller is None else pair.prefiller.ref.name,
+        decoder=None if pair is None else pair.decoder.ref.name,
+        tries=None if attempt is None else attempt.number,
+        prompt_tokens=len(request.job.tokens),
+        output_tokens=None if attempt is None else attempt.received,
+        total_s=now - request.began,
+        queue_s=request.queue_s,
+        kv_wait_s=None if timing is None else timing.admitted_to_ready_s,
+        first_step_s=None if timing is None else timing.first_step_s,
+        ttft_s=None if first is None else first - request.began,
+        stream_s=None if first is None else request.last_at - first,
+    )
 
 
 def _span(name: str, attributes: dict[str, str] | None = None) -> AbstractContextManager[Span]:
