@@ -13,7 +13,7 @@ from services.decode.scheduler import PlannedRow
 from services.decode.sequence import Sequence
 from services.decode.speculation import Speculation
 from shared.engine.protocol import Row
-from tests.unit.test_decode_scheduler import Toy, reference, sequence, toy_next, verified
+from tests.unit.test_decode_scheduler import Toy, each_gets_its_own_output, reference, sequence, toy_next, verified
 
 HIDDEN = b"hidden"
 
@@ -173,22 +173,7 @@ def test_the_hidden_state_goes_with_the_first_row_alone() -> None:
 def test_any_mix_gives_each_its_own_output(kind, requests, pages, page_size, recompute, seed):
     """However little memory there is, whoever is preempted or removed, whatever stands of what is proposed."""
     toy = Drafted(kind, seed=seed, pages=pages, page_size=page_size, max_batch=4, recompute=recompute)
-    expected, waiting = {}, []
-    for number, (prompt, max_tokens, removed) in enumerate(requests):
-        if -(-(len(prompt) + max_tokens) // page_size) > pages:
-            continue
-        waiting.append((sequence(str(number), prompt, max_tokens), removed))
-        if not removed:
-            expected[str(number)] = reference(prompt, max_tokens)
-    for _ in range(5_000):
-        if waiting and not toy.scheduler.starved and toy.admit(waiting[0][0]):
-            seq, removed = waiting.pop(0)
-            if removed:
-                toy.scheduler.remove(seq)
-        if not toy.step() and not waiting:
-            break
-    assert {name: toy.out[name] for name in expected} == expected
-    assert toy.pool.free == pages
+    each_gets_its_own_output(toy, requests, pages, page_size)
 
 
 def test_a_preempted_one_has_nothing_left_of_its_drafter() -> None:

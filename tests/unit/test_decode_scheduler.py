@@ -244,19 +244,8 @@ def test_a_failed_step_frees_everything():
     assert toy.pool.free == 16
 
 
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(1, 96), min_size=1, max_size=12), st.integers(1, 14), st.booleans()),
-        min_size=1,
-        max_size=8,
-    ),
-    st.integers(7, 24),
-    st.integers(1, 5),
-    st.integers(1, 6),
-)
-def test_any_mix_gives_each_its_own_output(requests, pages, page_size, recompute):
-    """However little memory there is, whoever is preempted or removed, each output is the reference's."""
-    toy = Toy(pages=pages, page_size=page_size, max_batch=4, recompute=recompute)
+def each_gets_its_own_output(toy, requests, pages, page_size):
+    """`requests`: (prompt, max_tokens, whether it is removed once it is in)."""
     expected, waiting = {}, []
     for number, (prompt, max_tokens, removed) in enumerate(requests):
         if -(-(len(prompt) + max_tokens) // page_size) > pages:
@@ -273,6 +262,22 @@ def test_any_mix_gives_each_its_own_output(requests, pages, page_size, recompute
             break
     assert {name: toy.out[name] for name in expected} == expected
     assert toy.pool.free == pages
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 96), min_size=1, max_size=12), st.integers(1, 14), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(7, 24),
+    st.integers(1, 5),
+    st.integers(1, 6),
+)
+def test_any_mix_gives_each_its_own_output(requests, pages, page_size, recompute):
+    """However little memory there is, whoever is preempted or removed, each output is the reference's."""
+    toy = Toy(pages=pages, page_size=page_size, max_batch=4, recompute=recompute)
+    each_gets_its_own_output(toy, requests, pages, page_size)
 
 
 def test_a_prompt_with_nothing_to_follow_is_computed_in_chunks_and_ends() -> None:

@@ -14,7 +14,7 @@ from services.decode.speculation import Speculation, speculation_of
 from shared.config import DecodeSettings
 from shared.errors import ConfigError
 from shared.messages import Sampling
-from tests.unit.test_decode_scheduler import Toy, reference, sequence, toy_next
+from tests.unit.test_decode_scheduler import Toy, each_gets_its_own_output, reference, sequence, toy_next
 
 
 class Guesses:
@@ -166,19 +166,4 @@ def test_a_bad_setting_says_what_it_takes():
 def test_any_mix_gives_each_its_own_output(requests, pages, page_size, recompute, seed):
     """However little memory there is, whoever is preempted or removed, whatever is proposed."""
     toy = Toy(pages=pages, page_size=page_size, max_batch=4, recompute=recompute, speculation=Chance(seed))
-    expected, waiting = {}, []
-    for number, (prompt, max_tokens, removed) in enumerate(requests):
-        if -(-(len(prompt) + max_tokens) // page_size) > pages:
-            continue
-        waiting.append((sequence(str(number), prompt, max_tokens), removed))
-        if not removed:
-            expected[str(number)] = reference(prompt, max_tokens)
-    for _ in range(5_000):
-        if waiting and not toy.scheduler.starved and toy.admit(waiting[0][0]):
-            seq, removed = waiting.pop(0)
-            if removed:
-                toy.scheduler.remove(seq)
-        if not toy.step() and not waiting:
-            break
-    assert {name: toy.out[name] for name in expected} == expected
-    assert toy.pool.free == pages
+    each_gets_its_own_output(toy, requests, pages, page_size)
